@@ -156,9 +156,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             ready_blocks=0 if portion else None,
             **cache_options(policy=policy, offload=mode, ranks=ranks, steps=steps, exchanges=True, log_boundaries=True),
         )
-        self.notes = self.cache.pool.is_shared
+        self.notes = self.cache.pool.shape.is_shared
         if is_scarce and self.notes:
-            self.cache.pool._scarcity = AlwaysScarce(1)
+            self.cache.pool._duplicates.scarcity = AlwaysScarce(1)
         self.begin_with_nothing(ranks, portion, failures)
 
     def begin_with_nothing(self, ranks: int, portion: int, failures: int) -> None:

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cpu_prefix_cache import POLICIES
 from cpu_prefix_cache.deciding import BlockPool
-from cpu_prefix_cache.pool.duplicates import Beside
 from cpu_prefix_cache.pool.scarcity import Scarcity
+from cpu_prefix_cache.pool.shape import Beside
 from cpu_prefix_cache.pool.states import BlockState
 from property_tests.strategies import chain, pick, positions, prompts
 
@@ -52,7 +52,7 @@ class SharedPoolMachine(RuleBasedStateMachine):
     def build(self, blocks: int, per_chunk: int, overlap: int, policy: str, is_scarce: bool) -> None:
         self.per_chunk, self.overlap = per_chunk, overlap
         self.pool = BlockPool(blocks * per_chunk, policy, blocks_per_chunk=per_chunk, beside=Beside(8, overlap))
-        self.pool._scarcity = Fixed(is_scarce)
+        self.pool._duplicates.scarcity = Fixed(is_scarce)
         self.is_scarce = is_scarce
         self.held: set[str] = set()  # have blocks here
         self.duplicates: list[str] = []  # the first to leave first

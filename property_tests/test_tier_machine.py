@@ -31,7 +31,6 @@ from cpu_prefix_cache.deciding import (
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.transfers import Phase
 from cpu_prefix_cache.tiers import questions, tiered_cache
 from property_tests.engines import HybridSlots, PoolSlots, QueueSlots, cache_options
 from property_tests.listener import Listener
@@ -438,7 +437,7 @@ class WithTier(PrefixCacheMachine):
         planned = {
             (slot, self.cache.below._generations[slot])
             for transfer in ledger.loads.values()
-            if transfer.phase is Phase.PLANNED
+            if ledger.is_planned(transfer)
             for copy in transfer.plan.copies
             for slot in copy.host_blocks
         }
@@ -589,8 +588,9 @@ class WithTier(PrefixCacheMachine):
     @invariant()
     def moving_blocks_are_held(self) -> None:
         host, slots = set(self.cache.pool.free), set(self.cache.below.pool.free)
-        for transfer in self.cache.below.edge.ledger:
-            landed = transfer.phase is Phase.LANDED  # it waits for its parent's, and nothing copies any more
+        ledger = self.cache.below.edge.ledger
+        for transfer in ledger:
+            landed = ledger.has_landed(transfer)  # it waits for its parent's, and nothing copies any more
             for copy in transfer.plan.copies:
                 assert landed or host.isdisjoint(copy.device_blocks), "a host block that a tier copies can be reused"
                 assert slots.isdisjoint(copy.host_blocks), "a slot that is copied can be reused"

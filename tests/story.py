@@ -27,7 +27,7 @@ ATTENTION = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
 
 def make_scarce(pool: BlockPool) -> None:
     """A pool beside another one is filled, and the first chunk that it evicts is requested again."""
-    keys = [b"-%d" % at for at in range(pool.capacity // max(1, pool.blocks_per_chunk) + 1)]
+    keys = [b"-%d" % at for at in range(pool.capacity // max(1, pool.shape.blocks_per_chunk) + 1)]
     for key in keys:
         pool.commit(pool.allocate(1, [key]), [key], pool.root, pool.touch(None))
     pool.missed(keys[:1])
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def host(self) -> set[str]:
-        keys = (self.cache.pool.key(block) for block in range(len(self.cache.pool._state)))
+        keys = (self.cache.pool.key(block) for block in range(len(self.cache.pool._nodes.state)))
         return {key.decode() for key in keys if key is not None}
 
     def device_forgets(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.index.forest import Forest
-from cpu_prefix_cache.pool.duplicates import Beside
+from cpu_prefix_cache.pool.shape import Beside
 from cpu_prefix_cache.pool.states import BlockState
 from tests.story import Shelf, chain, make_scarce
 
@@ -402,9 +402,9 @@ def test_many_pins_on_a_prefix_that_was_withdrawn_are_walked_up_once():
             return super().__getitem__(at)
 
     forest = shelf.pool._forest
-    links, forest.parent = forest.parent, Counted(forest.parent)
-    assert not forest.protected() and Counted.reads <= 30
-    forest.parent = links
+    forest.pins._parents = Counted(forest.parent)
+    assert not forest.pins.protected() and Counted.reads <= 30
+    forest.pins._parents = forest.parent
     for pin in pins:
         shelf.pool.unpin(pin)
     assert shelf.pool.num_available == 40
@@ -487,7 +487,7 @@ def test_duplicates_leave_first_where_evicted_chunks_are_requested_again():
 def test_duplicates_stay_above_what_a_request_would_load_with_them():
     """Two levels above what only this pool has; and they are not in the way of the policy."""
     pool = BlockPool(4, beside=Beside(8, overlap=2))
-    pool._scarcity = SimpleNamespace(holds=True, evicted=lambda keys: None)
+    pool._duplicates.scarcity = SimpleNamespace(holds=True, evicted=lambda keys: None)
     for prompt in ("x", "abc"):
         keys = chain(prompt)
         pool.commit(pool.allocate(len(keys), keys), keys, pool.root, pool.touch(None))

@@ -123,7 +123,7 @@ class Engine:
     @property
     def host(self):
         """Chunks and checkpoints on the host, by name."""
-        keys = (self.cache.pool.key(node) for node in range(len(self.cache.pool._state)))
+        keys = (self.cache.pool.key(node) for node in range(len(self.cache.pool._nodes.state)))
         return {key.decode().replace("\x02", "!") for key in keys if key is not None}
 
     @property

@@ -184,9 +184,21 @@ def test_a_run_is_taken_as_a_whole_or_forgotten():
     )  # "abc" is not remembered
 
 
-def test_parents_of_what_has_left_are_found_beside():
+def test_parents_of_what_has_left_are_kept_until_transfers_have_ended():
     parents = Parents(lambda keys: [True] * len(keys))
     parents.add(chain("abcd"), 0, 4)
     left, _ = parents.take_run(b"abc", {b"ab", b"abc"})
-    assert parents.missing_above(b"abcd", {b"a"}.__contains__, [left]) == ([b"ab", b"abc", b"abcd"], b"a")
     assert parents.missing_above(b"abcd", {b"a"}.__contains__) is None
+    parents.keep(left, next_id=7)
+    parents.resolved(below=6, most=4)
+    assert parents.missing_above(b"abcd", {b"a"}.__contains__) == ([b"ab", b"abc", b"abcd"], b"a") and len(parents) == 4
+    parents.resolved(below=7, most=4)
+    assert parents.missing_above(b"abcd", {b"a"}.__contains__) is None and len(parents) == 2
+
+
+def test_parents_of_what_left_first_go_first():
+    parents = Parents(lambda keys: [True] * len(keys))
+    for at, key in enumerate(chain("abc")):
+        parents.keep({key: None}, next_id=at)
+    parents.resolved(below=0, most=1)
+    assert parents.missing_above(b"abc", {b"x"}.__contains__) == ([b"abc"], None) and len(parents) == 1

@@ -141,6 +141,33 @@ def test_bad_destinations_are_refused_before_anything_is_pinned():
     engine.cache.load("r", 3 * GRID, [slots], 0.0)
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_load_that_is_interrupted_pins_nothing(monkeypatch):
+    engine = on_host_only("abc")
+    engine.starts("r", "abc", load=False)
+    monkeypatch.setattr(engine.cache.edge.offload, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.cache.load("r", 3 * GRID, [engine.slots["r"]], 0.0)
+    assert engine.cache.statistics().pool.pinned == 0
+    monkeypatch.undo()
+    engine.cache.load("r", 3 * GRID, [engine.slots["r"]], 0.0)
+    assert engine.cache.statistics().pool.pinned == 1
+
+
+def test_a_store_that_is_interrupted_pins_nothing(engine, monkeypatch):
+    """It hangs below a chunk that is on the host, which would never leave."""
+    engine.serves("a")
+    engine.starts("r", "ab")
+    engine.computes("r")
+    monkeypatch.setattr(engine.cache.pool, "take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.cache.step()
+    assert engine.cache.statistics().pool.pinned == 0
+
+
 def test_the_null_block_is_no_destination():
     """S7.4, O8.24"""
     device = QueueSlots(4)
@@ -620,7 +647,7 @@ def test_a_request_that_goes_on_before_its_load_ends_stores_its_chunks():
     engine.cache.goes_on("stranger")
     engine.computes("r", 3)
     stores = engine.steps().transfers
-    assert [engine.transfer(store.id).keys for store in stores] == [(b"abc",)]
+    assert [engine.transfer(store.id).keys for store in stores] == [[b"abc"]]
     engine.ends("r")
     engine.reports({store.id for store in stores})
     assert engine.cache.statistics().loading == 1 and engine.host == {"a", "ab", "abc"}

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from cpu_prefix_cache.deciding import Direction
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, TransferLedger
+from cpu_prefix_cache.offload.chain import Chain
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, TransferLedger
 
 
 class Ledger(TransferLedger):
@@ -21,9 +22,9 @@ class Ledger(TransferLedger):
     def _new(self, direction, keys, follows):
         plan = self.new_plan(direction, (), 0)
         if direction is Direction.LOAD:
-            transfer = LoadTransfer(plan, keys, hold=None, request_id=None)
+            transfer = LoadTransfer(plan, Chain(None, keys), hold=None, request_id=None)
         else:
-            transfer = StoreTransfer(plan, keys, nodes=range(len(keys)), hold=None, follows=list(follows))
+            transfer = StoreTransfer(plan, Chain(None, keys), nodes=range(len(keys)), hold=None, follows=list(follows))
         self.add(transfer)
         return transfer
 
@@ -66,7 +67,7 @@ def test_one_failure_fails_it(bad):
     ledger.launch()
     for rank in (0, 1):
         ledger.hears(rank, store, done=rank != bad)
-    assert store.phase is Phase.LANDED and not store.succeeded
+    assert ledger.has_landed(store) and not store.succeeded
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -1,6 +1,6 @@
 """Equality of a vLLM server's answers from loaded KV with its answers from KV that it kept: on one GPU, or several.
 
-    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--ranks 1] [--codec exponent]
+    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--codec exponent]
     PYTHONPATH=src:. python -m tests_gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
 
 Each model is run by engines in processes of their own:

@@ -33,6 +33,7 @@ from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Reques
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.eager import Eager
@@ -123,7 +124,7 @@ class CPUPrefixCache:
         self._steps = engine.steps
         self._checkpoint_interval = options.checkpoint_interval
         self._waits_for_loads = engine.waits_for_loads
-        self._exchanges = engine.exchanges and self.pool.is_shared and len(planner.pieces) == 1
+        self._exchanges = engine.exchanges and self.pool.shape.is_shared and len(planner.pieces) == 1
         margin = MARGIN if offload == "lazy" and not is_shared else 1.0
         stores = StorePlanner(self.coordinator, device, TransferLedger(engine.ranks), margin)
         when = self._new_offload(stores, offload)
@@ -220,20 +221,18 @@ class CPUPrefixCache:
         if boundary % self.planner.grid_tokens or not running.n0 < boundary or stop > len(running.keys):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
         self.check_destinations(destinations, running.n0, boundary)
-        keys = tuple(running.keys[start:stop])
+        chain = Chain(running.keys[start - 1] if start else None, tuple(running.keys[start:stop]))
         nodes = self.coordinator.resume_nodes(running.keys, stop)
         if self.pool.resident_run(running.keys, start, stop) < stop:
             nodes = ()
         device_blocks = [block for blocks in destinations for block in blocks]
-        pin, read = None, list[int | None]()
+        read = list[int | None]()
         copies: Sequence[GroupCopy] = ()
         if nodes:
             copies = self.coordinator.load_copies(running.keys, start, stop, destinations)
             if self._exchanges and self.pool.is_scarce and not running.stale:  # else it is not stored again
                 read = self.pool.exchangeable(self.pool.path(nodes[0], stop - start))
-            pin = self.pool.pin(*nodes)  # before anything is evicted for what it overwrites
-        before = self.edge.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
-        running.load = self.edge.load(request_id, keys, pin, copies, device_blocks, now, before)
+        running.load = self.edge.load(request_id, chain, nodes, copies, device_blocks, now, read)
         self._work += stop - start
         return running.load.id
 
@@ -416,7 +415,7 @@ class CPUPrefixCache:
     def _new_offload(self, stores: StorePlanner, mode: str) -> Offload:
         if mode == "eager":
             return Eager(stores)
-        return Late(stores) if self.pool.is_shared else Lazy(stores, self._steps, lambda: self._running)
+        return Late(stores) if self.pool.shape.is_shared else Lazy(stores, self._steps, lambda: self._running)
 
     def _resolved(self, ended: Ended) -> Resolved:
         transfer = ended.transfer
@@ -448,7 +447,7 @@ class CPUPrefixCache:
         at = boundary // self.planner.grid_tokens
         stop = self.coordinator.findable(request.keys, request.num_tokens)
         store = self.edge.ledger.writing.get(request.keys[at]) if self.edge.ledger.writing and at < stop else None
-        if store is None or not self.pool.is_shared or self._device.find(request.keys[at]) is not None:
+        if store is None or not self.pool.shape.is_shared or self._device.find(request.keys[at]) is not None:
             return None
         end = min(stop, at + -(-self.min_load_tokens // self.planner.grid_tokens))
         is_enough = (end - at) * self.planner.grid_tokens >= self.min_load_tokens

@@ -4,7 +4,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import BlockPool
-from cpu_prefix_cache.eviction import Lru, policy_of
+from cpu_prefix_cache.eviction import EvictionPolicy, Lru, policy_of
 from cpu_prefix_cache.eviction.installed import GROUP
 from cpu_prefix_cache.tools.cli import main
 from tests.eviction.example_policy import KeepsFirst
@@ -69,6 +69,26 @@ def test_an_entry_point_without_a_policy_is_refused(installed, value, sentence):
     installed(other=value)
     with pytest.raises(ConfigurationError, match=sentence):
         BlockPool(3, "other")
+
+
+class Declines(KeepsFirst):
+    """A policy that knows no `choose`."""
+
+    choose = EvictionPolicy.choose
+
+    def accepts(self, parent, incoming, count, margin=1.0):
+        return 0
+
+
+class DeclinesInBoth(Declines):
+    choose = KeepsFirst.choose
+
+
+def test_a_policy_of_an_older_contract_is_refused(installed):
+    installed(old=f"{__name__}:Declines", both=f"{__name__}:DeclinesInBoth")
+    with pytest.raises(ConfigurationError, match="policy old names, has `accepts` and no `choose`"):
+        BlockPool(3, "old")
+    assert policy_of("both") is DeclinesInBoth
 
 
 def test_an_unknown_name_is_refused_with_those_installed(installed):

@@ -120,7 +120,7 @@ class Tiered(Engine):
     def host_forgets(self) -> None:
         """Everything that nobody holds is evicted from the host."""
         pool = self.cache.pool
-        pool.abort(pool.take(pool.capacity // max(1, pool.blocks_per_chunk)))
+        pool.abort(pool.take(pool.capacity // max(1, pool.shape.blocks_per_chunk)))
 
     def tier_has(self, prompt: str, checkpoints: Iterable[str] = ()) -> None:
         """Puts the prompt into the tier, and not into the host."""

@@ -307,5 +307,5 @@ def test_above_a_tier_the_host_holds_whole_prompts():
     """A chunk is written below with all that it hangs below, so nothing of that is left to the device alone."""
     device = PooledDevice(BlockPool(16), hands_out_first=True)
     planner = HybridChunkPlanner([FULL], max_model_len=1_000, in_pages=True)
-    assert CPUPrefixCache(planner, device, host_blocks=16).pool.is_shared
-    assert not TieredCache(planner, device, host_blocks=16, below=TierOptions(64)).pool.is_shared
+    assert CPUPrefixCache(planner, device, host_blocks=16).pool.shape.is_shared
+    assert not TieredCache(planner, device, host_blocks=16, below=TierOptions(64)).pool.shape.is_shared

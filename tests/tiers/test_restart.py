@@ -137,7 +137,7 @@ def test_parents_come_before_children_and_what_hangs_below_nothing_is_left_out()
     take = finder()
     taken = list(take.take_in(found(["a", "ab", "x", "xyz", "xy", "xyz"])))
     assert names_in(take) == {"a", "ab", "x", "xy", "xyz"}
-    assert [(each.slot, each.generation - RANGE) for each in taken] == [(0, 0), (1, 1), (2, 2), (4, 4), (5, 5)]
+    assert [(slot, generation - RANGE) for slot, generation in taken] == [(0, 0), (1, 1), (2, 2), (4, 4), (5, 5)]
     take = finder()
     assert list(take.take_in(found(["ab", "abc", "b"]))) and names_in(take) == {"b"}
     assert take.chunks == 1 and len(take._pool.free) == 15

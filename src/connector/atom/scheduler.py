@@ -140,7 +140,7 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
             self._offered = seq
             return 0, True
         request = self._requests.request(seq)
-        n0 = self._on_device(request) if self.cache.pool.is_shared else 0
+        n0 = self._on_device(request) if self.cache.pool.shape.is_shared else 0
         answer = self.cache.lookup(request, n0, self._clock())
         if not isinstance(answer, Hit):
             return 0, False

@@ -292,7 +292,7 @@ class Adaptive(EvictionPolicy):
         The chunks of a run are of one segment, `longest` at most. What stands at or above node `held` stays.
         """
         forest, mark = self._forest, self._mark
-        parents, children, pins = forest.parent, forest.children, forest.pins
+        parents, children, pinned = forest.parent, forest.children, forest.pins.linked
         departures = Departures(forest)
         bared: list[tuple[Rank, int, int]] = []  # (rank, which one, block) of what this walk made childless; a heap
         ends = self._buckets.ends()
@@ -309,7 +309,7 @@ class Adaptive(EvictionPolicy):
             segment, run = mark[block], [block]
             block = parents[block]
             while len(run) < longest and mark[block] is segment and children[block] == 1:
-                if pins[block] or block == held:
+                if block in pinned or block == held:
                     break
                 run.append(block)
                 block = parents[block]

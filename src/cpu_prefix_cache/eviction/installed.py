@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "cpu_prefix_cache.policies"
+FORMER = {"accepts": "choose", "cleared": "anew", "forgotten": "anew"}  # methods that nobody calls any more
 
 
 def installed_policies() -> dict[str, "EntryPoint"]:
@@ -22,8 +23,14 @@ def installed_policies() -> dict[str, "EntryPoint"]:
 
 
 def load_policy(point: "EntryPoint") -> PolicyFactory:
-    """Raises ConfigurationError where the entry point leads to nothing, or to no policy."""
+    """Raises ConfigurationError where the entry point leads to nothing, no policy, or one of a former contract."""
     policy = load(point, f"the policy {point.name}")
-    if isinstance(policy, type) and EvictionPolicy in policy.__mro__:
-        return policy
-    raise ConfigurationError(f"{point.value}, which policy {point.name} names, is no EvictionPolicy: {policy!r}")
+    if not isinstance(policy, type) or EvictionPolicy not in policy.__mro__:
+        raise ConfigurationError(f"{point.value}, which policy {point.name} names, is no EvictionPolicy: {policy!r}")
+    for former, now in FORMER.items():
+        if former in dir(policy) and getattr(policy, now) is getattr(EvictionPolicy, now):
+            raise ConfigurationError(
+                f"{point.value}, which policy {point.name} names, has `{former}` and no `{now}`: the former is not "
+                f"called any more, so implement EvictionPolicy.{now}"
+            )
+    return policy

@@ -57,7 +57,7 @@ class Outlook:
             if self._raised.get(block, 0) > stamp:
                 heapq.heapreplace(heap, (self._raised[block], block))
                 continue
-            if not self._forest.pins[block]:
+            if block not in self._forest.pins:
                 if self._departures.may_leave(block):
                     heapq.heappop(heap)
                     self._pass(block, stamp, AGAIN)

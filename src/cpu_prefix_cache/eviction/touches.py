@@ -137,7 +137,7 @@ class TouchPolicy(EvictionPolicy):
 
     def _take_childless(self, ring: TouchRing, count: int) -> list[int]:
         """The next run of victims in a ring of childless chunks, 1 to `count`; none if all are pinned."""
-        children, pinned = self._forest.children, self._forest.pinned
+        children, pinned = self._forest.children, self._forest.pins.linked
         while (touch := ring.passed.younger) is not ring:
             if children[touch.block]:
                 leave(touch)
@@ -149,8 +149,8 @@ class TouchPolicy(EvictionPolicy):
 
     def _take_run(self, touch: Touch, count: int) -> list[int]:
         """The chunk that `touch` names and those above it, up to `count`: unpinned, in its ring, not used since."""
-        mark, parents, children, pinned = self._mark, self._forest.parent, self._forest.children, self._forest.pinned
-        ring, block = touch.ring, touch.block
+        mark, parents, children = self._mark, self._forest.parent, self._forest.children
+        ring, block, pinned = touch.ring, touch.block, self._forest.pins.linked
         run: list[int] = []
         while len(run) < count and children[block] <= 1 and block not in pinned:
             own = mark[block]

@@ -64,7 +64,7 @@ class TwoLists(TouchPolicy):
         """A run from the oldest end of T2, none while that has children; `or_any`: from the oldest that has none."""
         forest, ring = self._forest, self._again
         while (touch := ring.passed.younger) is not ring:
-            if not forest.pins[touch.block]:
+            if touch.block not in forest.pins:
                 if not forest.children[touch.block]:
                     return self._take_run(touch, count)
                 if not or_any:

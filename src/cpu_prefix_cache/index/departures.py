@@ -11,13 +11,13 @@ class Departures:
     """One walk over `forest`. What has left on it counts as gone."""
 
     def __init__(self, forest: Forest) -> None:
-        self._children, self._parent, self._pins = forest.children, forest.parent, forest.pins
+        self._children, self._parent, self._pinned = forest.children, forest.parent, forest.pins.linked
         self._root = forest.root
         self._gone: dict[int, int] = {}  # how many children of a chunk have left
 
     def may_leave(self, block: int) -> bool:
         """Whether nothing hangs below it, and no pin is on it."""
-        return not self._pins[block] and self._children[block] == self._gone.get(block, 0)
+        return block not in self._pinned and self._children[block] == self._gone.get(block, 0)
 
     def leave(self, block: int) -> int:
         """Let a chunk leave. The one above it, if nothing hangs below that any more; else, and below the root, NONE."""

@@ -18,9 +18,10 @@ A chunk whose key was withdrawn stays linked, found by nobody, for as long as a 
 A checkpoint stands here too, below the chunk that ends at its boundary, and never has children. Chunks and checkpoints
 are the *nodes* of the forest; what takes no blocks of its own goes by a number beyond the blocks.
 
-Everything here is indexed by node. Links are arrays, because a full garbage collection goes through lists: 6 to 20 ms
-for each at a million blocks. `children` is a list all the same, which makes an insertion with its eviction 15 % faster.
-Links that are none by `children` and the keys are left as they were.
+Everything here is indexed by node, but pins and the children of what has several, which are few. Links are arrays,
+because a full garbage collection goes through lists: 6 to 20 ms for each at a million blocks. `children` is a list all
+the same, which makes an insertion with its eviction 15 % faster. Links that are none by `children` and the keys are
+left as they were.
 
 The key index is 256 dictionaries, by the first byte of the key: a large one is rebuilt now and then, which at a million
 keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 14).
@@ -31,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from cpu_prefix_cache.index.pins import Pins
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 
 NONE = -1  # no block
@@ -46,24 +48,16 @@ class Forest:
     def __init__(self, num_blocks: int, capacity: int | None = None, numbers: int = 0) -> None:
         self.root = num_blocks
         self.capacity = num_blocks if capacity is None else capacity
-        self._first_checkpoint = num_blocks + 1 if capacity is None else None
         size = num_blocks + 1 + numbers
         self.key: list[bytes | None] = [None] * size
         self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
         self.parent = array("I", [0]) * size  # of what is linked, and so is depth
         self.children = [0] * size
         self.depth = array("I", [0]) * size  # chunks from the root to here
-        self.pins = array("I", [0]) * size
-        self.pinned: set[int] = set()  # and linked
-        self.pinned_depth = 0  # of all pinned chunks together: an upper bound on what they protect
-        self._protected: set[int] = set()  # with a key, protected by a pin now or before; so is all above each of them
-        self._pinned_since: set[int] = set()  # pinned, and not walked up from yet
-        self._is_exact = True  # nothing was unpinned since the walk that made `_protected`
-        self._pinned_before: set[int] = set()  # they are linked
+        self.pins = Pins(self.key, self.parent, self.root)
         self._withdrawn: set[int] = set()  # linked without a key
-        self._first_child = array("I", [0]) * size  # of what has children
-        self._next_sibling = array("i", [NONE]) * size
-        self._previous_sibling = array("i", [NONE]) * size
+        self._child = array("I", [0]) * size  # of what has one child
+        self._several: dict[int, dict[int, None]] = {}  # the children of what has more
         self.departed: dict[bytes, int] | None = None  # removed nodes, by key, if somebody takes them
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._count = 0
@@ -76,9 +70,7 @@ class Forest:
         """A number for a node without blocks of its own."""
         self.key.append(None)
         self.mark.append(None)
-        for siblings in (self._next_sibling, self._previous_sibling):
-            siblings.append(NONE)
-        for numbers in (self.parent, self.children, self.depth, self.pins, self._first_child):
+        for numbers in (self.parent, self.children, self.depth, self._child):
             numbers.append(0)
         return len(self.key) - 1
 
@@ -130,9 +122,8 @@ class Forest:
         if parent != self.root and self.key[parent] is None:
             raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
         shards, all_keys, depths = self._shards, self.key, self.depth
-        parents, children, first_child = self.parent, self.children, self._first_child
-        sibling = first_child[parent] if children[parent] else NONE
-        depth, above = depths[parent], parent
+        parents, children, child = self.parent, self.children, self._child
+        depth, above, siblings, sibling = depths[parent], parent, children[parent], child[parent]
         for block, key in zip(run, keys, strict=True):
             holder = shards[key[0]].setdefault(key, block)
             if holder != block:
@@ -141,26 +132,24 @@ class Forest:
             depths[block] = depth
             all_keys[block] = key
             parents[block] = above
-            first_child[above] = block
+            child[above] = block
             children[block] = 1
             above = block
         self._count += len(run)
         children[above] = 0
-        children[parent] += 1
-        if sibling != NONE:
-            self._next_sibling[run[0]] = sibling
-            self._previous_sibling[sibling] = run[0]
-        if self._pinned_before:
-            for block in self._pinned_before.intersection(run):
-                self._pinned_before.remove(block)
-                self._count_pinned(block)
+        children[parent] = siblings + 1
+        if siblings == 1:
+            self._several[parent] = {sibling: None, run[0]: None}
+        elif siblings:
+            self._several[parent][run[0]] = None
+        self.pins.entered(run)
 
     def remove_run(self, run: Sequence[int]) -> None:
         """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
         keys, children, shards = self.key, self.children, self._shards
         if children[run[0]]:
             raise InternalError(f"block {run[0]} has {children[run[0]]} children and cannot leave (rule 3)")
-        if self.pinned and not self.pinned.isdisjoint(run):
+        if self.pins.linked and not self.pins.linked.isdisjoint(run):
             raise InternalError(f"one of the blocks {run} is pinned and cannot leave (rule 2)")
         self._unlink(run[-1])
         gone = [key for block in run if (key := keys[block]) is not None]
@@ -174,8 +163,7 @@ class Forest:
         if self.departed is not None:
             self.departed.update(zip(gone, run, strict=True))
         self._count -= len(run)
-        if self._protected:
-            self._protected.difference_update(run)
+        self.pins.left(run)
 
     def withdraw(self, block: int) -> None:
         """Take the key of one chunk away. It stays linked until `prune`."""
@@ -186,7 +174,7 @@ class Forest:
         self.key[block] = None
         self._count -= 1
         self._withdrawn.add(block)
-        self._protected.discard(block)
+        self.pins.left((block,))
 
     def prune(self, block: int) -> int:
         """Unlink a chunk without a key, if it ever was linked. The chunk it hung below, or the root."""
@@ -198,72 +186,19 @@ class Forest:
         return parent
 
     def pin(self, block: int) -> None:
-        self.pins[block] += 1
-        if self.pins[block] == 1:
-            if self.key[block] is not None or block in self._withdrawn:
-                self._count_pinned(block)
-            else:
-                self._pinned_before.add(block)
-
-    def unpin(self, block: int) -> None:
-        self.pins[block] -= 1
-        if self.pins[block]:
-            return
-        if block in self.pinned:
-            self.pinned.remove(block)
-            self._pinned_since.discard(block)
-            self._is_exact = not self.pinned
-            if not self.pinned:
-                self._protected.clear()
-            self.pinned_depth -= self.depth[block]
-        else:
-            self._pinned_before.remove(block)
-
-    def is_protected(self, block: int) -> bool:
-        """Whether a pin protects this chunk now. Amortised O(1) a node, O(chunks protected) once a pin has ended."""
-        return block in self._protected_before() and block in self.protected()
-
-    def protected(self) -> set[int]:
-        """The chunks with a key that pins protect now."""
-        if not self._is_exact:
-            self._protected.clear()
-            self._pinned_since = set(self.pinned)
-            self._is_exact = True
-        return self._protected_before()
-
-    def _protected_before(self) -> set[int]:
-        """The chunks that pins protect now, and some that pins protected which have ended.
-
-        A walk goes up from each new pin until it meets what others protect.
-        """
-        protected, keys, parents, root = self._protected, self.key, self.parent, self.root
-        withdrawn: set[int] = set()
-        for block in self._pinned_since:
-            if self._is_checkpoint(block):
-                block = parents[block]
-            while block != root and block not in protected and block not in withdrawn:
-                (withdrawn if keys[block] is None else protected).add(block)
-                block = parents[block]
-        self._pinned_since.clear()
-        return protected
+        self.pins.add(block, is_linked=self._is_linked(block))
 
     def children_of(self, block: int) -> Iterator[int]:
         """The children of `block`."""
-        child = self._first_child[block] if self.children[block] else NONE
-        while child != NONE:
-            yield child
-            child = self._next_sibling[child]
-
-    def pinned_nodes(self) -> Iterator[int]:
-        """Nodes with a pin, linked or not."""
-        yield from self.pinned
-        yield from self._pinned_before
+        if self.children[block] == 1:
+            yield self._child[block]
+        elif self.children[block]:
+            yield from self._several[block]
 
     def held_by(self, block: int) -> Iterator[int]:
         """`block` and, if it is linked, all above it: what a pin on it holds."""
-        is_linked = self.key[block] is not None or block in self._withdrawn
         yield block
-        while is_linked and (block := self.parent[block]) != self.root:
+        while self._is_linked(block) and (block := self.parent[block]) != self.root:
             yield block
 
     def subtree(self, block: int) -> list[int]:
@@ -290,34 +225,19 @@ class Forest:
         below = Counter(self.parent[block] for block in linked[1:])
         for block, count in enumerate(self.children):
             assert below[block] == count, f"the children of block {block} are miscounted"
-        pinned = {block for block, pins in enumerate(self.pins) if pins}
-        assert self.pinned == pinned.intersection(linked), "pinned chunks are miscounted"
-        assert self._pinned_before == pinned.difference(linked), "what was pinned before it was linked is miscounted"
         assert self._withdrawn == set(linked) - set(indexed) - {self.root}, "what was withdrawn is miscounted"
-        assert self.pinned_depth == sum(self.depth[block] for block in self.pinned), "pinned depth is miscounted"
-        assert self._protected <= set(indexed), "what is protected has no key"
-        protected = {self.root, *self._protected}
-        assert all(self.parent[block] in protected for block in self._protected), "what is above is not protected"
-        for block in (self.pinned & set(indexed)) - self._pinned_since:
-            above = self.parent[block] if self._is_checkpoint(block) else block
-            assert above in protected, f"the pin on block {block} protects nothing"
+        several = {block for block, count in enumerate(self.children) if count > 1}
+        assert self._several.keys() == several, "the children of a block are in the wrong place"
+        self.pins.check_valid(set(linked), self.parent)
 
-    def _is_checkpoint(self, node: int) -> bool:
-        return self._first_checkpoint is not None and node >= self._first_checkpoint
-
-    def _count_pinned(self, block: int) -> None:
-        self.pinned.add(block)
-        self._pinned_since.add(block)
-        self.pinned_depth += self.depth[block]
+    def _is_linked(self, block: int) -> bool:
+        return self.key[block] is not None or block in self._withdrawn
 
     def _unlink(self, block: int) -> None:
-        parent, before, after = self.parent[block], self._previous_sibling[block], self._next_sibling[block]
-        if before != NONE:
-            self._next_sibling[before] = after
-            self._previous_sibling[block] = NONE
-        elif after != NONE:
-            self._first_child[parent] = after
-        if after != NONE:
-            self._previous_sibling[after] = before
-            self._next_sibling[block] = NONE
+        parent = self.parent[block]
+        if self.children[parent] > 1:
+            siblings = self._several[parent]
+            del siblings[block]
+            if len(siblings) == 1:
+                (self._child[parent],) = self._several.pop(parent)
         self.children[parent] -= 1

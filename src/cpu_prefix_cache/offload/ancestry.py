@@ -17,7 +17,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class Ancestry(Protocol):
-    """Questions of lazy about the chunks and checkpoints on a device, and its reports. `lost`: see `Lazy.lost`."""
+    """Questions of lazy about the chunks and checkpoints on a device, and its reports. `lost`: see `Offload.lost`."""
 
     lost: int
 
@@ -47,7 +47,6 @@ class DeviceAncestry(Parents):
         self._checkpoints: dict[bytes, CheckpointAt] = {}
         self._dependent: set[bytes] = set()  # chunks that are no use without a checkpoint
         self._unsaved: set[bytes] = set()
-        self.lost = 0
 
     def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
         new = super().add(keys, start, stop)

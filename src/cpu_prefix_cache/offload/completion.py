@@ -16,7 +16,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 FAILURES_IN_A_ROW = 5  # one copy may fail by chance, so many do not
@@ -72,12 +72,11 @@ class Completion:
         for direction, failures in self._failures_in_a_row.items():
             self._failures_in_a_row[direction] = min(failures, FAILURES_IN_A_ROW - 1)
 
-    def promoted(self, store: StoreTransfer, ok: bool, good: int) -> Sequence[StoreTransfer]:
+    def promoted(self, store: Promotion, ok: bool, good: int) -> Sequence[StoreTransfer]:
         """The tier below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores
         whose chunks can be found since then.
         """
-        store.phase = Phase.LANDED
-        store.reports[0] = ok and good > 0
+        self._ledger.promoted(store, ok and good > 0)
         self._device.release(store.hold)
         if store.succeeded:
             self._shorten(store, good)
@@ -99,8 +98,8 @@ class Completion:
         if good == len(store.nodes):
             return
         gone = set(store.keys[good:])
-        for follower in store.followers:  # below what will never come, or it may share pieces of it
-            if store.pieces or follower.parent_key in gone:
+        for follower in self._ledger.followers(store):  # below what will never come, or it may share pieces of it
+            if store.pieces or follower.chain.parent_key in gone:
                 self._cancel(follower)
         self._pool.abort(store.nodes[good:])
         self._ledger.shorten(store, good)
@@ -141,24 +140,25 @@ class Completion:
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
 
     def _complete_load(self, load: LoadTransfer) -> Sequence[StoreTransfer]:
-        self._ledger.remove(load)
+        followers = self._ledger.remove(load)
         for id in load.plan.after if not load.succeeded else ():  # else these stores have ended
             store = self._ledger.get(id)
-            if store is not None and store.phase is not Phase.LANDED:
+            if store is not None and not self._ledger.has_landed(store):
                 self._cancel(store)  # from now on its sources may be computed into
         if load.succeeded:
             load.good = self._good(load)
             self.counts["chunks_loaded"] += min(load.good, len(load.keys))
             self.counts["bytes_loaded"] += load.plan.num_bytes
-            self._offload.loaded(load.keys, self._sources(load))
+            if load.request_id in self._running:
+                self._offload.loaded(load.keys, self._sources(load))
+            else:
+                self._offload.abandoned(load)
         elif not load.is_cancelled:
             self.counts["loads_failed"] += 1
             self._withdraw_sources(load)
         if load.pin is not None:
             self._pool.unpin(load.pin)
-        for store in load.followers:
-            store.follows.remove(load)
-        return self._complete_stores(load.followers)
+        return self._complete_stores(followers)
 
     def _good(self, load: LoadTransfer) -> int:
         """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
@@ -195,34 +195,34 @@ class Completion:
         waiting, committed = [*reversed(stores)], list[StoreTransfer]()
         while waiting:
             store = waiting.pop()
-            if store.follows or store.phase is not Phase.LANDED:
+            if store.follows or not self._ledger.has_landed(store):
                 continue
             is_committed = store.succeeded and self._commit(store)
             if is_committed:
                 committed.append(store)
             else:
-                if not store.is_promotion:
+                if not isinstance(store, Promotion):
                     self.counts["stores_failed"] += not all(store.reports.values())
                     self.counts["store_cancelled"] += len(store.keys)
                 self._cancel(store)
                 self._pool.abort(store.nodes)
-            self._ledger.remove(store)
+            followers = self._ledger.remove(store)
             if store.pin is not None:
                 self._pool.unpin(store.pin)
-            for follower in store.followers:
-                follower.follows.remove(store)
-                if is_committed and not follower.is_cancelled and follower.pin is None:
+            for follower in followers if is_committed else ():
+                if not follower.is_cancelled and follower.pin is None:
                     self._pin_parent(follower)
-            waiting += store.followers
+            waiting += followers
         return committed
 
     def _commit(self, store: StoreTransfer) -> bool:
         """Make the chunks of a store findable, if their parent still is (rule 3)."""
-        parent = self._pool.root if store.parent_key is None else self._offload.place(store.parent_key)
+        above = store.chain.parent_key
+        parent = self._pool.root if above is None else self._offload.place(above)
         if parent is None:
             return False
         self._pool.commit(store.nodes, store.keys, parent, store.touch)
-        if not store.is_promotion:
+        if not isinstance(store, Promotion):
             has_checkpoint = store.nodes[-1] in self._pool.checkpoints
             self.counts["chunks_stored"] += len(store.keys) - has_checkpoint
             self.counts["checkpoints_stored"] += has_checkpoint
@@ -234,7 +234,8 @@ class Completion:
 
     def _pin_parent(self, store: StoreTransfer) -> None:
         """A store that followed the one of its parent pins the parent, now that it is committed."""
-        parent = None if store.parent_key is None else self._pool.place(store.parent_key)
+        above = store.chain.parent_key
+        parent = None if above is None else self._pool.place(above)
         if parent is not None:
             store.pin = self._pool.pin(parent)
 

@@ -10,10 +10,12 @@ from collections.abc import Hashable
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.ancestry import Ancestry
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.retries import Retries
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, StorePlanner
+from cpu_prefix_cache.offload.stores import StorePlanner
 
 
 class Eager(Offload):
@@ -22,8 +24,8 @@ class Eager(Offload):
     `Lazy` builds on it, and overrides what it goes by.
     """
 
-    def __init__(self, stores: StorePlanner) -> None:
-        super().__init__(stores)
+    def __init__(self, stores: StorePlanner, parents: Ancestry | None = None) -> None:
+        super().__init__(stores, parents)
         self._due: dict[Hashable, Running] = {}
         self._retries = Retries(stores.pool, stores.device_chunks, self._missing)
 

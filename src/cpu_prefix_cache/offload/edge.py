@@ -16,11 +16,11 @@ from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import Completion
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.stores import Chain, StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Phase, StoreTransfer, Transfer
-from cpu_prefix_cache.pool.block_pool import Pin
+from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer, Transfer
 from cpu_prefix_cache.pool.coordinator import num_bytes
 from cpu_prefix_cache.pool.states import BlockState
 
@@ -91,34 +91,35 @@ class Edge:
     def load(
         self,
         request_id: Hashable,
-        keys: Sequence[bytes],
-        pin: Pin | None,
+        chain: Chain,
+        nodes: Sequence[int],
         copies: Sequence[GroupCopy],
         device_blocks: Sequence[int],
         now: float,
-        before: Sequence[StoreTransfer] = (),
+        read: Sequence[int | None] = (),
     ) -> LoadTransfer:
-        """Plan the load of the chunks with these keys, and of a checkpoint. `pin` is on the last of the chunks, if it
-        has any, and on the checkpoint; None: they are gone. It follows the stores `before`.
+        """Plan the load of the chunks of a chain, and of a checkpoint. `nodes` are the last of the chunks, if it has
+        any, and the checkpoint; none: they are gone. It follows the stores of what `device_blocks` hold, some of which
+        go into host chunks that it has `read`.
         """
-        planner = self.stores.planner
-        carried = num_bytes(planner, copies)
-        after = tuple(store.id for store in before)
-        transfer = LoadTransfer(
-            self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
-            keys,
-            hold=self.device.hold(device_blocks),
-            pin=pin,
-            request_id=request_id,
-            deadline=now + 2 * carried / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
-        )
+        carried = num_bytes(self.stores.planner, copies)
+        with self.pool.pinned(*nodes) as pin:  # before anything is evicted for what it overwrites
+            before = self.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
+            after = tuple(store.id for store in before)
+            transfer = LoadTransfer(
+                self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
+                chain,
+                hold=self.device.hold(device_blocks),
+                pin=pin,
+                request_id=request_id,
+                deadline=now + 2 * carried / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
+            )
         self.ledger.add(transfer)
-        read = {block for copy in copies for block in copy.host_blocks} if before else set()
+        sources = {block for copy in copies for block in copy.host_blocks} if before else set()
         for store in before:
-            if not read.isdisjoint(block for copy in store.plan.copies for block in copy.host_blocks):
+            if not sources.isdisjoint(block for copy in store.plan.copies for block in copy.host_blocks):
                 store.plan = store.plan._replace(after=(transfer.id,))
-                store.follows.append(transfer)
-                transfer.followers.append(store)
+                self.ledger.follow(store, transfer)
         return transfer
 
     def begin_step(self) -> StepPlan:
@@ -168,7 +169,7 @@ class Edge:
         self.offload.committed(chain.node_keys[: len(nodes)])
         return nodes
 
-    def promoted(self, store: StoreTransfer, ok: bool, good: int) -> Sequence[StoreTransfer]:
+    def promoted(self, store: Promotion, ok: bool, good: int) -> Sequence[StoreTransfer]:
         """The edge below has read what `store` waits for: the first `good` of its nodes, if all went well. The stores
         whose chunks can be found since then.
         """
@@ -207,4 +208,4 @@ class Edge:
                 assert self.ledger.writing.get(key) is store, "a chunk is stored twice at once (rule 12)"
         for transfer in self.ledger:
             waits = isinstance(transfer, StoreTransfer) and transfer.follows
-            assert waits or transfer.phase is not Phase.LANDED, f"transfer {transfer.id} was not resolved (rule 10)"
+            assert waits or not self.ledger.has_landed(transfer), f"transfer {transfer.id} was not resolved (rule 10)"

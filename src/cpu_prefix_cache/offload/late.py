@@ -21,18 +21,18 @@ right above one another that leave at once, parents first.
 * A chunk that the device has a second time is not stored: its other blocks leave later.
 """
 
-from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.exchange import partners
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.parents import Links, Parents
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
-from cpu_prefix_cache.offload.transfers import StoreTransfer
+from cpu_prefix_cache.offload.stores import Stop, StorePlanner
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
 
-MOST_REMEMBERED = 4  # times what the device holds
+MOST_REMEMBERED = 4  # times what the device holds: more parents than stores in flight can need
 
 
 class Late(Offload):
@@ -41,22 +41,10 @@ class Late(Offload):
     """
 
     def __init__(self, stores: StorePlanner) -> None:
-        super().__init__(stores)
         self._device = stores.device
         self._parents = Parents(lambda keys: [found is not None for found in self._device.find_all(keys)])
+        super().__init__(stores, self._parents)
         self._taken: dict[bytes, Sequence[int]] = {}  # the blocks of what was handed out in this step, by its keys
-        # The parents of what has left the device, each time before the transfer with this id: a store of what hangs
-        # below finds its place by them, so they are remembered until it has ended.
-        self._gone = deque[tuple[int, Links]]()
-        self._lost = 0
-
-    @property
-    def lost(self) -> int:
-        return self._lost
-
-    @property
-    def remembered(self) -> int:
-        return len(self._parents) + sum(len(links) for _, links in self._gone)
 
     # Reported
 
@@ -70,13 +58,24 @@ class Late(Offload):
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         self._pool.duplicated(reversed(nodes))
 
+    def abandoned(self, load: LoadTransfer) -> None:
+        missing = set(self._pool.missing(load.keys))
+        missing -= {key for key, found in zip(load.keys, self._device.find_all(load.keys), strict=True) if found}
+        if missing:  # exchanged: stored anew, as if the device had handed them out
+            above, width = load.chain.parent_key, self._stores.chunk_blocks
+            keys = load.keys if above is None else [above, *load.keys]
+            self._parents.add(keys, len(keys) - len(load.keys), len(keys))
+            blocks = [block for copy in load.plan.copies for block in copy.device_blocks]
+            for at, key in reversed([*enumerate(load.keys)]):  # as one run
+                if key in missing:
+                    self._taken[key] = blocks[at * width : (at + 1) * width]
+
     def invalidated(self) -> None:
         self._take()
         self._taken.clear()
 
     def reset(self) -> None:
         self._parents.clear()
-        self._gone.clear()
         self.invalidated()
 
     # Asked
@@ -85,8 +84,7 @@ class Late(Offload):
         place = self._pool.place(key)
         if place is not None:
             return place
-        gone = [links for _, links in self._gone]
-        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None, gone)
+        outside = self._parents.missing_above(key, lambda each: self._pool.place(each) is not None)
         if outside is None:
             return None
         keys, above = outside
@@ -105,17 +103,11 @@ class Late(Offload):
         self._take()
         leaving, self._taken = self._taken, {}
         self._store_leaving(leaving)
-        while self._gone and (self._gone[0][0] <= self._stores.ledger.resolved_below or self._has_too_many):
-            self._gone.popleft()
+        self._parents.resolved(self._stores.ledger.resolved_below, MOST_REMEMBERED * self._stores.device_chunks)
         unnoticed = self._parents.sweep()
-        self._lost += sum(key not in self._stores.ledger.writing for key in self._pool.missing(unnoticed))
+        self._parents.lost += sum(key not in self._stores.ledger.writing for key in self._pool.missing(unnoticed))
 
     # Details
-
-    @property
-    def _has_too_many(self) -> bool:
-        """Whether more parents are remembered than stores in flight can need: some transfer does not end."""
-        return self.remembered > MOST_REMEMBERED * self._stores.device_chunks
 
     def _take(self) -> None:
         self._taken.update(self._device.handed_out() or ())
@@ -146,10 +138,10 @@ class Late(Offload):
                 if is_whole:
                     stores += self._store_run(links, sources, overwritten, into)
                 else:
-                    self._lost += len(links)  # they have no place
+                    self._parents.lost += len(links)  # they have no place
         for key in leaving.keys() - gone.keys() if len(gone) < len(leaving) else ():
             gone |= self._parents.take_run(key, {key})[0]
-        self._gone.append((self._stores.ledger.next_id, gone))
+        self._parents.keep(gone, self._stores.ledger.next_id)
         return stores
 
     def _store_run(
@@ -169,7 +161,7 @@ class Late(Offload):
                 left -= len(store.keys)
             if stop is not None:
                 break  # what hangs below could not be committed
-        self._lost += 0 if stop is Stop.DECLINED else left
+        self._parents.lost += 0 if stop is Stop.DECLINED else left
         return stores
 
     def _parts(self, run: Chain, overwritten: Container[bytes], into: Container[bytes]) -> Iterator[Chain]:

@@ -38,10 +38,11 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.ancestry import Ancestry, DeviceAncestry
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.running import Running
-from cpu_prefix_cache.offload.stores import Chain, Stop, StorePlanner
+from cpu_prefix_cache.offload.stores import Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 # Of whole prompts, what is stored must be worth so many times what leaves for it, or bytes are moved for no hit. With
@@ -69,9 +70,9 @@ class Lazy(Eager):
         parents: Ancestry | None = None,
     ) -> None:
         device = stores.device
-        super().__init__(stores)
-        self._device = device
         self._parents = DeviceAncestry(device, stores.pool, stores.planner) if parents is None else parents
+        super().__init__(stores, self._parents)
+        self._device = device
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
             raise ConfigurationError(
                 f"ahead_blocks must be at most the {device.num_blocks} blocks of the device, got {steps.ahead_blocks}"
@@ -82,14 +83,6 @@ class Lazy(Eager):
         self._front: Places = {}
         self._settled: set[bytes] = set()
         self._examined_at: tuple[Any, ...] | None = None  # `_progress` then
-
-    @property
-    def lost(self) -> int:
-        return self._parents.lost
-
-    @property
-    def remembered(self) -> int:
-        return len(self._parents)
 
     # Reported
 
@@ -247,7 +240,7 @@ class Lazy(Eager):
             if name in uncovered and name not in settled:
                 transfer, stop = self._store(name, held)
                 if transfer is not None:
-                    held += transfer.held_blocks
+                    held += transfer.device_blocks
                     uncovered.difference_update(transfer.keys)
                 if stop is not None and not stop.is_final:
                     return

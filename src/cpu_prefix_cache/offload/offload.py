@@ -10,28 +10,31 @@ Events are reported to it, and it plans stores when it is called.
 from collections.abc import Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.offload.ancestry import Ancestry
+from cpu_prefix_cache.offload.parents import Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import StoreTransfer
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
 
 
 class Offload:
-    """Stores nothing. Counts are of chunks unless noted otherwise."""
+    """Stores nothing. Counts are of chunks unless noted otherwise. `parents` are those it remembers, if it does."""
 
-    def __init__(self, stores: StorePlanner) -> None:
+    def __init__(self, stores: StorePlanner, parents: Ancestry | Parents | None = None) -> None:
         self._stores = stores
         self._pool = stores.pool
+        self._memory = parents
         self.work = 0  # chunks and blocks looked at so far
 
     @property
     def lost(self) -> int:
         """Chunks the device evicted before they were stored."""
-        return 0
+        return 0 if self._memory is None else self._memory.lost
 
     @property
     def remembered(self) -> int:
         """Chunks whose parent is remembered."""
-        return 0
+        return 0 if self._memory is None else len(self._memory)
 
     # Reported
 
@@ -61,6 +64,9 @@ class Offload:
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""
+
+    def abandoned(self, load: LoadTransfer) -> None:
+        """A load has ended well after its request did. Its destinations, which nobody holds, have the chunks still."""
 
     def invalidated(self) -> None:
         """Some device blocks hold other bytes than was thought."""

@@ -3,10 +3,13 @@
 A device block that is about to be evicted shows its key, not its parent's. So every confirmed chunk is remembered with
 the key of its parent while the device has it. It is forgotten when it is reported to have left, or, where it left
 unnoticed, some time after (`forgetting.py`).
+
+A store of what hangs below a chunk finds its place by the chunk's parent. So the parents of what has left can be
+`kept` until the transfers that were planned by then have ended.
 """
 
 from bisect import bisect_left
-from collections import ChainMap, OrderedDict
+from collections import ChainMap, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +29,11 @@ class Parents:
         self._are_here = are_here
         self._parent = OrderedDict[bytes, bytes | None]()
         self._sweep = Forgetting()
+        self._kept = deque[tuple[int, Links]]()  # each until the transfers with smaller ids have ended
+        self.lost = 0  # chunks that left the device before they were stored
 
     def __len__(self) -> int:
-        return len(self._parent)
+        return len(self._parent) + sum(len(links) for _, links in self._kept)
 
     def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
         """Remember `keys[start:stop]`, each below the one before it. Returns those that were not known."""
@@ -64,14 +69,25 @@ class Parents:
             run.popitem()
         return run, above != UNKNOWN
 
-    def missing_above(
-        self, key: bytes, is_covered: Callable[[bytes], bool], beside: Sequence[Links] = ()
-    ) -> tuple[list[bytes], bytes | None] | None:
+    def keep(self, links: Links, next_id: int) -> None:
+        """Keep the parents of what has left until the transfers before `next_id` have ended."""
+        self._kept.append((next_id, links))
+
+    def resolved(self, below: int, most: int) -> None:
+        """The transfers with smaller ids than `below` have ended. Keeps no more than `most` parents in all: some
+        transfer may not end.
+        """
+        while self._kept and (self._kept[0][0] <= below or len(self) > most):
+            self._kept.popleft()
+
+    def missing_above(self, key: bytes, is_covered: Callable[[bytes], bool]) -> tuple[list[bytes], bytes | None] | None:
         """The chunks from the first that is not covered down to `key`, and their parent; None when one of them is not
-        remembered, here or `beside`. What is above a covered chunk is covered too (rule 3), so it gallops upwards and
+        remembered. What is above a covered chunk is covered too (rule 3), so it gallops upwards and
         then bisects.
         """
-        parents: Mapping[bytes, bytes | None] = ChainMap(self._parent, *beside) if beside else self._parent
+        parents: Mapping[bytes, bytes | None] = self._parent
+        if self._kept:
+            parents = ChainMap(self._parent, *(links for _, links in self._kept))
         upwards: list[Any] = [key]  # keys; above a first chunk, None
         missing = 0  # so many of them are not covered
         while (top := upwards[-1]) is not None and not is_covered(top):
@@ -88,6 +104,7 @@ class Parents:
     def clear(self) -> None:
         self._parent = OrderedDict()
         self._sweep = Forgetting()
+        self._kept.clear()
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -49,7 +49,7 @@ class Retries:
         room = len(self._pool.free)
         fit = []
         for request in list(self._waiting.values()):
-            room -= self._missing(request) * self._pool.blocks_per_chunk
+            room -= self._missing(request) * self._pool.shape.blocks_per_chunk
             if room < 0 and self._pool.ready < self._pool.capacity:
                 break
             self._remove(request.id)

@@ -10,16 +10,15 @@ import enum
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
-from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.transfers import StoreTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import Promotion, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
@@ -43,30 +42,6 @@ class Stop(enum.Enum):
         return self.value[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Chunks with these keys, each below the one before it, the first below `parent_key` (None: a first chunk).
-
-    `checkpoint` is to hang below the last of them, or below the parent if there are none.
-    """
-
-    parent_key: bytes | None
-    keys: Sequence[bytes]
-    checkpoint: CheckpointAt | None = None
-
-    def __len__(self) -> int:
-        return len(self.keys) + (self.checkpoint is not None)
-
-    @property
-    def node_keys(self) -> tuple[bytes, ...]:
-        """The keys of its chunks, and of its checkpoint."""
-        return (*self.keys, *(() if self.checkpoint is None else (checkpoint_key(self.checkpoint.tail[-1]),)))
-
-    def first(self, count: int) -> "Chain":
-        """Its first `count` nodes, which is without the checkpoint if there are more."""
-        return self if count >= len(self) else Chain(self.parent_key, self.keys[:count])
-
-
 class _Sources(NamedTuple):
     """Device blocks of the first chunks of a chain, and of the pieces of its checkpoint."""
 
@@ -76,14 +51,6 @@ class _Sources(NamedTuple):
     @property
     def num_nodes(self) -> int:
         return len(self.chunks) + (self.pieces is not None)
-
-
-class _Copied(NamedTuple):
-    """The copies of a store, the device blocks that they read, and the pieces that no other checkpoint has."""
-
-    copies: tuple[GroupCopy, ...]
-    device_blocks: list[int]
-    new_pieces: Sequence[Hashable] = ()
 
 
 class StorePlanner:
@@ -167,36 +134,34 @@ class StorePlanner:
         needs = self._needs(part)
         follows = self._writers(chain, needs or ())
         keys = part.node_keys[: sources.num_nodes]
-        pin = self._pin_parent(chain)
-        if read:
-            nodes = self.pool.exchange(read[: len(keys)], keys)
-        else:
-            nodes = self.pool.take(len(sources.chunks), keys, needs, choice.victims)
-        if len(nodes) < len(keys):
-            self.refusals += len(keys) - len(nodes)
-            stop = Stop.POOL_FULL
-        if not nodes:
-            self._unpin(pin)
-            return None, stop
-        copied = self._copied(part, nodes, sources)
-        held = copied.device_blocks if left is None else ()
-        transfer = StoreTransfer(
-            self.ledger.new_plan(Direction.STORE, copied.copies, num_bytes(self.planner, copied.copies)),
-            keys[: len(nodes)],
-            nodes=nodes,
-            hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
-            held_blocks=len(held),
-            pin=pin,
-            touch=touch,
-            parent_key=chain.parent_key,
-            pieces=copied.new_pieces,
-            owner=owner,
-            follows=follows,
-        )
+        with self._parent_pinned(chain) as pin:
+            if read:
+                nodes = self.pool.exchange(read[: len(keys)], keys)
+            else:
+                nodes = self.pool.take(len(sources.chunks), keys, needs, choice.victims)
+            if len(nodes) < len(keys):
+                self.refusals += len(keys) - len(nodes)
+                stop = Stop.POOL_FULL
+            if not nodes:
+                self._unpin(pin)
+                return None, stop
+            copies, device_blocks, pieces = self._copied(part, nodes, sources)
+            held = device_blocks if left is None else ()
+            transfer = StoreTransfer(
+                self.ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies)),
+                part.first(len(nodes)),
+                hold=self.device.hold(held, self._parent_blocks(chain) if owner is not None else ()),
+                pin=pin,
+                nodes=nodes,
+                touch=touch,
+                pieces=pieces,
+                owner=owner,
+                follows=follows,
+            )
         self.ledger.add(transfer)
         return transfer, stop
 
-    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> StoreTransfer | None:
+    def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Promotion | None:
         """Host blocks for as many first nodes of a chain as find room: their bytes come from the tier below, and not
         from the device. None, if none do.
         """
@@ -204,24 +169,22 @@ class StorePlanner:
         follows = self._writers(chain, needs or ())
         missing = [need.key for need in self.pool.checkpoints.missing(needs or ())]
         keys = chain.node_keys
-        pin = self._pin_parent(chain)
-        nodes = self.pool.take(len(chain.keys), keys, needs)
-        if not nodes:
-            self._unpin(pin)
-            return None
-        transfer = StoreTransfer(
-            self.ledger.new_plan(Direction.STORE, (), 0),
-            keys[: len(nodes)],
-            nodes=nodes,
-            hold=self.device.hold(()),
-            pin=pin,
-            touch=touch,
-            parent_key=chain.parent_key,
-            pieces=missing,
-            owner=owner,
-            follows=follows,
-            is_promotion=True,
-        )
+        with self._parent_pinned(chain) as pin:
+            nodes = self.pool.take(len(chain.keys), keys, needs)
+            if not nodes:
+                self._unpin(pin)
+                return None
+            transfer = Promotion(
+                self.ledger.new_plan(Direction.STORE, (), 0),
+                chain.first(len(nodes)),
+                hold=self.device.hold(()),
+                pin=pin,
+                nodes=nodes,
+                touch=touch,
+                pieces=missing,
+                owner=owner,
+                follows=follows,
+            )
         self.ledger.add(transfer)
         return transfer
 
@@ -233,11 +196,11 @@ class StorePlanner:
         builds_on = (*keys, *(need.key for need in needs or ()))
         if parent is None or not self.ledger.writing.keys().isdisjoint(builds_on):
             return ()
-        pin = self._pin_parent(chain)
-        nodes = self.pool.take(len(chain.keys), keys, needs)
-        if nodes:
-            self.pool.commit(nodes, keys[: len(nodes)], parent, touch)
-            self.pool.resume_points.may_be_useless(nodes[-1])
+        with self._parent_pinned(chain) as pin:
+            nodes = self.pool.take(len(chain.keys), keys, needs)
+            if nodes:
+                self.pool.commit(nodes, keys[: len(nodes)], parent, touch)
+                self.pool.resume_points.may_be_useless(nodes[-1])
         self._unpin(pin)
         return nodes
 
@@ -245,10 +208,10 @@ class StorePlanner:
         """The pieces of its checkpoint, if it has one."""
         return None if chain.checkpoint is None else self._coordinator.needs(chain.checkpoint)
 
-    def _pin_parent(self, chain: Chain) -> Pin | None:
+    def _parent_pinned(self, chain: Chain) -> AbstractContextManager[Pin | None]:
         """A pin on the host chunk that a chain hangs below, before anything is evicted for the chain."""
         parent = self._parent(chain)
-        return None if parent in (None, self.pool.root) else self.pool.pin(parent)
+        return self.pool.pinned(*(() if parent is None or parent == self.pool.root else (parent,)))
 
     def _unpin(self, pin: Pin | None) -> None:
         if pin is not None:
@@ -291,20 +254,24 @@ class StorePlanner:
         self.device.release(hold)
         return is_short
 
-    def _copied(self, part: Chain, nodes: Sequence[int], sources: _Sources) -> _Copied:
-        """The copies that fill these nodes, the first of the chain."""
+    def _copied(
+        self, part: Chain, nodes: Sequence[int], sources: _Sources
+    ) -> tuple[tuple[GroupCopy, ...], list[int], list[Hashable]]:
+        """The copies that fill these nodes, the first of the chain; the device blocks they read, chunk after chunk; and
+        the pieces that no other checkpoint has.
+        """
         chunks = sources.chunks[: len(nodes)]
         device_blocks = [*itertools.chain.from_iterable(chunks)]
         by_group = self._coordinator.chunk_blocks_by_group(device_blocks)
         copies = self._coordinator.chunk_copies(nodes[: len(chunks)], by_group)
         if part.checkpoint is None or sources.pieces is None:
-            return _Copied(tuple(copies), device_blocks)
+            return tuple(copies), device_blocks, []
         checkpoints, node = self.pool.checkpoints, nodes[-1]
         host_blocks, needs = checkpoints.to_write(node), checkpoints.needs(node)
         new = [at for at, blocks in enumerate(host_blocks) if blocks is not None]
         device_blocks += [block for at in new for block in sources.pieces[at]]
         pieces = self._coordinator.checkpoint_copies(part.checkpoint.depth, host_blocks, sources.pieces)
-        return _Copied((*pieces, *copies), device_blocks, [needs[at].key for at in new])
+        return (*pieces, *copies), device_blocks, [needs[at].key for at in new]
 
     def _parent_blocks(self, chain: Chain) -> Sequence[int]:
         """The device blocks of the chunk that a chain hangs below, if there is one there."""

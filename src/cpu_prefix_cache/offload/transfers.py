@@ -1,4 +1,4 @@
-"""Every copy that is planned or moving: one record and one phase each.
+"""Every copy that is planned or moving.
 
     PLANNED --launch--> MOVING --last rank reports--> LANDED ----> RESOLVED, once, as done or failed (rule 10)
                                                         `-- a store, until the one it follows is resolved
@@ -13,12 +13,9 @@ it, and is committed after them (rule 3):
     store 8   chunks 4..7    follows 7; landed, and not committed before 7 is; cancelled if 7 fails
 
 A store that takes the blocks which a load reads follows that load: until it has ended, nobody else may have them.
-
-A *promotion* is a store whose bytes the tier below host memory reads. It is MOVING from the beginning, and lands when
-the tier reports it.
 """
 
-import enum
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,14 +23,8 @@ from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.pool.block_pool import Pin
-
-
-class Phase(enum.Enum):
-    PLANNED = "planned"
-    MOVING = "moving"
-    LANDED = "landed"  # all ranks have reported; a store may have to wait for the one it follows
-    RESOLVED = "resolved"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,19 +32,22 @@ class Transfer:
     """A copy that is planned or moving, as a StoreTransfer or a LoadTransfer. Keys are those at planning (rule 13)."""
 
     plan: TransferPlan
-    keys: Sequence[bytes]
+    chain: Chain
     hold: Any  # on its device blocks, until it has landed (rule 11)
     pin: Pin | None = None  # a load's deepest chunk; the cached chunk that a store hangs below
     deadline: float = 0.0  # seconds until which other requests wait for it (rule 12)
-    phase: Phase = Phase.PLANNED
     is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
     refused: set[int] = field(default_factory=set)  # blocks of the pool whose bytes were refused: unfit, or bad
-    followers: list["StoreTransfer"] = field(default_factory=list)
 
     @property
     def id(self) -> int:
         return self.plan.id
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """The keys of what it copies."""
+        return self.chain.node_keys
 
     @property
     def succeeded(self) -> bool:
@@ -65,13 +59,23 @@ class StoreTransfer(Transfer):
     """`nodes[i]` is the host chunk, or last the checkpoint, of `keys[i]`."""
 
     nodes: Sequence[int]
-    held_blocks: int = 0  # device blocks that its hold has
     touch: Any = None  # the use that its chunks belong to
-    parent_key: bytes | None = None  # of the chunk it hangs below, None for the root
     pieces: Sequence[Hashable] = ()  # the keys of the pieces it writes for its checkpoint
     owner: Hashable | None = None  # the request it was planned for; None: lazy stores blocks that wait
     follows: list[Transfer] = field(default_factory=list)  # to be committed after these
-    is_promotion: bool = False  # its bytes come from the tier below, not from the device: no rank gets it
+
+    @property
+    def device_blocks(self) -> int:
+        """How many device blocks it reads."""
+        return sum(len(copy.device_blocks) for copy in self.plan.copies)
+
+
+class Promotion(StoreTransfer):
+    """A store whose bytes the tier below host memory reads. No rank gets it: it is MOVING from the beginning, and lands
+    when the tier reports it.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,7 +85,7 @@ class LoadTransfer(Transfer):
 
 
 class TransferLedger:
-    """The transfers that are not resolved, by id and by the keys they write or load (rule 12).
+    """The transfers that are not resolved, by id, by the keys they write or load (rule 12), and by what they follow.
 
     Raises ConfigurationError for fewer ranks than 1.
     """
@@ -93,11 +97,12 @@ class TransferLedger:
         self._next_id = 0
         self._open: dict[int, Transfer] = {}
         self.loads: dict[int, LoadTransfer] = {}  # the loads among them
-        self._planned: list[Transfer] = []
+        self._planned: dict[int, Transfer] = {}
         self._cancelled: list[int] = []
         self._resolved: list[int] = []  # since the last plan
         self.writing: dict[Hashable, StoreTransfer] = {}  # by the keys of chunks, checkpoints, and pieces
         self.loading: dict[bytes, LoadTransfer] = {}
+        self._followers = defaultdict[int, list[StoreTransfer]](list)
 
     def __iter__(self) -> Iterator[Transfer]:
         return iter(self._open.values())
@@ -108,10 +113,18 @@ class TransferLedger:
     def get(self, id: int) -> Transfer | None:
         return self._open.get(id)
 
+    def is_planned(self, transfer: Transfer) -> bool:
+        """Whether it has not gone out to the ranks yet."""
+        return transfer.id in self._planned
+
+    def has_landed(self, transfer: Transfer) -> bool:
+        """Whether all ranks have reported it. A store may have to wait then for the one it follows."""
+        return len(transfer.reports) == self.ranks and transfer.id in self._open
+
     def held_by_walk(self) -> int:
         """How many device blocks the stores of lazy hold. O(open)."""
-        walked = (each for each in self.stores() if each.owner is None and each.phase is not Phase.LANDED)
-        return sum(each.held_blocks for each in walked)
+        walked = (each for each in self.stores() if each.owner is None and not self.has_landed(each))
+        return sum(each.device_blocks for each in walked)
 
     def stores(self) -> Iterator[StoreTransfer]:
         return (each for each in self if isinstance(each, StoreTransfer))
@@ -146,24 +159,30 @@ class TransferLedger:
         if isinstance(transfer, StoreTransfer):
             self.writing.update(dict.fromkeys((*transfer.keys, *transfer.pieces), transfer))
             for followed in transfer.follows:
-                followed.followers.append(transfer)
-            if transfer.is_promotion:
-                transfer.phase = Phase.MOVING
+                self._followers[followed.id].append(transfer)
+            if isinstance(transfer, Promotion):
                 return
         elif isinstance(transfer, LoadTransfer):
             self.loads[transfer.id] = transfer
             for key in transfer.keys:
                 self.loading.setdefault(key, transfer)  # other requests wait for the first (rule 12)
-        self._planned.append(transfer)
+        self._planned[transfer.id] = transfer
+
+    def follow(self, store: StoreTransfer, followed: Transfer) -> None:
+        """Commit `store` after `followed`."""
+        store.follows.append(followed)
+        self._followers[followed.id].append(store)
+
+    def followers(self, transfer: Transfer) -> Sequence[StoreTransfer]:
+        """Stores that are to be committed after this transfer."""
+        return self._followers.get(transfer.id, ())
 
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
         """The plans that go out now, and the ids of loads that are not to be started any more."""
         if not self._planned and not self._cancelled:
             return (), ()
-        for transfer in self._planned:
-            transfer.phase = Phase.MOVING
-        plans, cancelled = tuple(transfer.plan for transfer in self._planned), tuple(self._cancelled)
-        self._planned, self._cancelled = [], []
+        plans, cancelled = tuple(transfer.plan for transfer in self._planned.values()), tuple(self._cancelled)
+        self._planned, self._cancelled = {}, []
         return plans, cancelled
 
     def take_resolved(self) -> tuple[int, ...]:
@@ -180,12 +199,15 @@ class TransferLedger:
         """
         for id in sorted(ids):
             transfer = self._open.get(id)
-            if transfer is None or transfer.phase is not Phase.MOVING:
+            if transfer is None or self.is_planned(transfer) or self.has_landed(transfer):
                 continue
             transfer.reports[rank] = transfer.reports.get(rank, True) and done
-            if len(transfer.reports) == self.ranks:
-                transfer.phase = Phase.LANDED
+            if self.has_landed(transfer):
                 yield transfer
+
+    def promoted(self, store: Promotion, ok: bool) -> None:
+        """The tier below has reported this, in the place of all ranks."""
+        store.reports = dict.fromkeys(range(self.ranks), ok)
 
     def cancel(self, transfer: Transfer) -> list[Transfer]:
         """Cancel a transfer and the stores that follow it. Those that were not cancelled before."""
@@ -193,7 +215,7 @@ class TransferLedger:
         waiting: list[Transfer] = [transfer]
         while waiting:
             each = waiting.pop()
-            waiting += each.followers
+            waiting += self.followers(each)
             if not each.is_cancelled:
                 each.is_cancelled = True
                 self._forget_keys(each)
@@ -207,15 +229,18 @@ class TransferLedger:
         for key in chain(store.keys[count:], store.pieces):
             if self.writing.get(key) is store:
                 del self.writing[key]
-        store.keys, store.nodes, store.pieces = store.keys[:count], store.nodes[:count], ()
+        store.chain, store.nodes, store.pieces = store.chain.first(count), store.nodes[:count], ()
 
-    def remove(self, transfer: Transfer) -> None:
-        """Forget a transfer that is resolved."""
-        transfer.phase = Phase.RESOLVED
+    def remove(self, transfer: Transfer) -> Sequence[StoreTransfer]:
+        """Forget a transfer that is resolved. The stores that followed it, which do so no more."""
         self._resolved.append(transfer.id)
         del self._open[transfer.id]
         self.loads.pop(transfer.id, None)
         self._forget_keys(transfer)
+        followers = self._followers.pop(transfer.id, ())
+        for store in followers:
+            store.follows.remove(transfer)
+        return followers
 
     def _forget_keys(self, transfer: Transfer) -> None:
         if isinstance(transfer, StoreTransfer):

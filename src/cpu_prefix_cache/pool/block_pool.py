@@ -40,7 +40,8 @@ request can resume.
 The same class is the host pool of the cache and, in an engine that has none of its own, the device pool.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -50,22 +51,22 @@ from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.choice import Choice, Victims
-from cpu_prefix_cache.messages.errors import ConfigurationError, InternalError, MisuseError, PoolExhausted
+from cpu_prefix_cache.messages.errors import InternalError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admission, Thresholds
-from cpu_prefix_cache.pool.checkpoints import Checkpoints, PieceNeed
-from cpu_prefix_cache.pool.chunk_blocks import ChunkBlocks
-from cpu_prefix_cache.pool.duplicates import Beside, Duplicates
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
+from cpu_prefix_cache.pool.duplicates import Duplicates
+from cpu_prefix_cache.pool.evictions import Evictions
 from cpu_prefix_cache.pool.free_runs import FreeRuns
+from cpu_prefix_cache.pool.nodes import Nodes
 from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.pool.outlived import Outlived
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.scarcity import Scarcity
+from cpu_prefix_cache.pool.shape import Beside, Shape
 from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, RETIRED, WRITING, BlockState
-from cpu_prefix_cache.pool.unused import Unused
 
-# By state, for `bytes.translate`.
-IS_FREE = bytes(state == FREE for state in range(256))
+# By state, for `bytes.translate`
 IS_CACHED = bytes(state == CACHED for state in range(256))
 
 
@@ -106,63 +107,48 @@ class BlockPool:
         log_boundaries: bool = False,
         beside: Beside | None = None,
     ) -> None:
+        self.shape = Shape(num_blocks, blocks_per_chunk, needs_checkpoint, beside, declines=thresholds is not None)
         new_policy = policy_of(policy) if isinstance(policy, str) else policy
-        least = max(1, blocks_per_chunk)
-        if num_blocks < least or (blocks_per_chunk < 1 and needs_checkpoint is None):
-            raise ConfigurationError(f"a pool needs at least the {least} blocks of one chunk, got {num_blocks}")
-        self.capacity = num_blocks
-        self.blocks_per_chunk = blocks_per_chunk
-        self._needs_checkpoint = needs_checkpoint
-        self._has_checkpoints = needs_checkpoint is not None
-        self.is_shared = beside is not None
-        self._beside = Beside(0) if beside is None else beside
-        self._declines = thresholds is not None
         self._admission = Admission(thresholds, REMEMBERED_KEYS * num_blocks) if thresholds else None
-        self._free = FreeRuns()
-        self.free: Collection[int] = self._free  # ascending
-        self._notes = Notes(num_blocks)
+        self.free = FreeRuns()  # ascending
         self.ready = 0
-        self._evictions = 0
-        self._count = [0] * len(BlockState)  # blocks by BlockState; that of FREE means nothing
+        self._notes = Notes(num_blocks)
         self._outlived = Outlived()
-        self._unused = Unused()
-        self._scarcity = Scarcity(self._beside.chunks) if self.is_shared else None
-        forest = self._new_forest()
-        self.root = forest.root
+        self._evictions = Evictions()
+        forest = self.shape.new_forest()
         self._log = BoundaryLog(forest) if log_boundaries else None
-        self._begin(forest, new_policy(forest))
-        if self.is_shared:
+        self._begin(forest, new_policy(forest), Scarcity(0 if beside is None else beside.chunks))
+        if self.shape.is_shared:
             self.log_departures()
         self.grow(num_blocks if ready is None else ready)
 
-    def _new_forest(self, numbers: int = 0) -> Forest:
-        if not self.is_shared:
-            return Forest(self.capacity, numbers=numbers)
-        return Forest(0, self.capacity // max(1, self.blocks_per_chunk) + self._beside.chunks, numbers)
-
-    def _begin(self, forest: Forest, policy: EvictionPolicy) -> None:
+    def _begin(self, forest: Forest, policy: EvictionPolicy, scarcity: Scarcity) -> None:
         """Begin without nodes, but for those that have outlived a reset."""
+        beside = self.shape.beside
         self._forest = forest
         self._policy = policy
-        size = len(forest.key)
-        self._state = bytearray(size)  # by node
-        self._numbers = [number for number in range(forest.root + 1, size) if number not in self._outlived]
-        self._unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
-        self._num_absent = 0
-        self._duplicates = Duplicates(forest, self._state, self._beside.overlap)
-        self._blocks = ChunkBlocks(size, self.blocks_per_chunk, by_number=self.is_shared)
-        self._count[:] = [0] * len(self._count)
-        self._count[RETIRED] = len(self._outlived.blocks)
-        self.checkpoints = Checkpoints(self._count)
-        self._unused.begin(forest, self.checkpoints)
-        self.resume_points = ResumePoints(forest, self.checkpoints, self._needs_checkpoint, self._log)
+        self._nodes = Nodes(forest, self.shape, self._outlived)
+        self._nodes.count[RETIRED] = len(self._outlived.blocks)
+        self.checkpoints = self._nodes.checkpoints
+        self._duplicates = Duplicates(forest, self._nodes.state, beside.overlap if beside else 0, scarcity)
+        self._evictions.begin(forest, self.checkpoints)
+        self.resume_points = ResumePoints(forest, self.checkpoints, self.shape.needs_checkpoint, self._log)
+
+    @property
+    def capacity(self) -> int:
+        return self.shape.capacity
+
+    @property
+    def root(self) -> int:
+        """The parent of every first chunk."""
+        return self._forest.root
 
     # Looking: changes nothing (rule 5)
 
     def find(self, key: bytes) -> int | None:
         """The cached node with this key."""
         node = self._forest.find(key)
-        return None if node == NONE or self._state[node] == ABSENT else node
+        return None if node == NONE or self._nodes.state[node] == ABSENT else node
 
     def place(self, key: bytes) -> int | None:
         """The node with this key, cached or absent."""
@@ -175,7 +161,7 @@ class BlockPool:
 
     def split(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
         """The cached nodes that have some of these keys, and the other keys; both in order."""
-        places, state = self._forest.find_all(keys), self._state
+        places, state = self._forest.find_all(keys), self._nodes.state
         cached = [node for node in places if node != NONE and state[node] == CACHED]
         if not cached:
             return cached, [*keys]
@@ -187,9 +173,9 @@ class BlockPool:
         Where chunks are absent, O(n).
         """
         end = self._forest.resident_run(keys, start, stop)
-        if self._num_absent and end > start:
+        if self.shape.is_shared and end > start and self._nodes.num_absent:
             path = self._forest.path(self._forest.find(keys[end - 1]), end - start)
-            absent = bytes(map(self._state.__getitem__, path)).find(ABSENT)
+            absent = bytes(map(self._nodes.state.__getitem__, path)).find(ABSENT)
             return end if absent < 0 else start + absent
         return end
 
@@ -199,7 +185,7 @@ class BlockPool:
 
     def blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """All the blocks of chunks, chunk after chunk."""
-        return self._blocks.of(chunks)
+        return self._nodes.chunks.of(chunks)
 
     def all_blocks_of(self, node: int) -> Iterator[int]:
         """The blocks of a chunk, or of the pieces of a checkpoint."""
@@ -209,7 +195,7 @@ class BlockPool:
 
     def chunk_of(self, block: int) -> int:
         """The node of a block that may be a further block of a chunk; any other block, as it is."""
-        return self._blocks.chunk_of(block)
+        return self._nodes.chunks.chunk_of(block)
 
     def parent(self, node: int) -> int:
         """Node that a cached node hangs below; `root` for a first chunk."""
@@ -220,35 +206,36 @@ class BlockPool:
         return self._forest.depth[chunk]
 
     def state(self, node: int) -> BlockState:
-        return BlockState.RETIRED if node in self._outlived else BlockState(self._state[node])
+        return BlockState.RETIRED if node in self._outlived else BlockState(self._nodes.state[node])
 
     def key(self, node: int) -> bytes | None:
-        return self._forest.key[node] if self._state[node] == CACHED else None
+        return self._forest.key[node] if self._nodes.state[node] == CACHED else None
 
     def is_placed(self, node: int) -> bool:
         """Whether something can be committed below this node."""
-        return self._state[node] in (CACHED, ABSENT)
+        return self._nodes.state[node] in (CACHED, ABSENT)
 
     def is_pinned(self, node: int) -> bool:
-        return self._forest.pins[node] > 0 or self._outlived.is_pinned(node)
+        return node in self._forest.pins or self._outlived.is_pinned(node)
 
     @property
     def num_available(self) -> int:
         """How many blocks could be handed out now: free ones, and what eviction frees. O(pieces of pinned checkpoints),
         and O(chunks protected) once a pin has ended.
         """
-        protected = len(chunks := self._forest.protected())
-        if self._num_absent:
-            protected -= sum(self._state[chunk] == ABSENT for chunk in chunks)
-        pieces = self.checkpoints.num_cached(self._forest.pinned)
-        return len(self._free) + self._count[CACHED] - protected * self.blocks_per_chunk - pieces
+        protected, pinned = self._forest.pins.protected(), self._forest.pins.linked
+        chunks = len(protected) - sum(node in self.checkpoints for node in pinned & protected)
+        if self._nodes.num_absent:
+            chunks -= sum(self._nodes.state[chunk] == ABSENT for chunk in protected)
+        pieces = self.checkpoints.num_cached(pinned)
+        return len(self.free) + self._nodes.count[CACHED] - chunks * self.shape.blocks_per_chunk - pieces
 
     @property
     def least_available(self) -> int:
         """A number of blocks that could be handed out now, at most `num_available`: chunks that two pins hold count
         twice, as do pieces that checkpoints share. O(pins).
         """
-        return len(self._free) + self._count[CACHED] - self._protected_at_most
+        return len(self.free) + self._nodes.count[CACHED] - self._protected_at_most
 
     def choose(
         self,
@@ -265,7 +252,7 @@ class BlockPool:
         is that of a checkpoint that has them. The admission may hold chunks back before that, and the checkpoint with
         them. What is taken without a choice is declined by nobody.
         """
-        if not self._declines:
+        if not self.shape.declines:
             return Choice(len(keys))
         chunks = keys if needs is None else keys[:-1]
         if (admitted := self.admitted(chunks)) < len(chunks):
@@ -275,11 +262,11 @@ class BlockPool:
             return Choice(len(keys))  # not a matter of their worth
         missing = self.checkpoints.num_missing(needs or ())
         spare = len(self._duplicates) if self.is_scarce else 0
-        short = (len(chunks) - spare) * self.blocks_per_chunk + missing - len(self._free)
+        short = (len(chunks) - spare) * self.shape.blocks_per_chunk + missing - len(self.free)
         if short <= 0:
             return Choice(len(keys))
-        cached = self._count[CACHED]
-        nodes, blocks = (len(self._forest), cached) if cached else (1, max(1, self.blocks_per_chunk))
+        cached = self._nodes.count[CACHED]
+        nodes, blocks = (len(self._forest), cached) if cached else (1, max(1, self.shape.blocks_per_chunk))
         victims = -(-short * nodes // blocks)  # as large as nodes are on average
         return self._policy.choose(NONE if parent is None else parent, keys, victims, margin)
 
@@ -302,26 +289,26 @@ class BlockPool:
         return PoolStatistics(
             capacity=self.capacity,
             ready=self.ready,
-            free=len(self._free),
-            writing=self._count[WRITING],
-            cached=self._count[CACHED],
-            retired=self._count[RETIRED],
-            pinned=len(self._forest.pinned) + self._outlived.num_pinned,
+            free=len(self.free),
+            writing=self._nodes.count[WRITING],
+            cached=self._nodes.count[CACHED],
+            retired=self._nodes.count[RETIRED],
+            pinned=len(self._forest.pins.linked) + self._outlived.num_pinned,
             protected=self._protected_at_most,
-            evictions=self._evictions,
-            unused_chunks=self._unused.chunks,
-            unused_checkpoints=self._unused.checkpoints,
+            evictions=self._evictions.total,
+            unused_chunks=self._evictions.unused_chunks,
+            unused_checkpoints=self._evictions.unused_checkpoints,
         )
 
     @property
     def is_scarce(self) -> bool:
         """Whether duplicates leave first; else they leave like others. See scarcity.py."""
-        return self._scarcity is not None and self._scarcity.holds
+        return self._duplicates.scarcity.holds
 
     def missed(self, keys: Sequence[bytes], start: int = 0) -> None:
         """A request computes the chunks with these keys from position `start` on, which neither pool has."""
-        if self._scarcity is not None:
-            self._scarcity.missed(keys[start:])
+        if self.shape.is_shared:
+            self._duplicates.scarcity.missed(keys[start:])
 
     def log_departures(self) -> None:
         """From now on keep the keys of nodes that are evicted, for `take_departed`."""
@@ -360,7 +347,7 @@ class BlockPool:
         if self._admission is not None and keys:
             self._admission.told(keys, num_tokens)
         if deepest is not None:
-            self._unused.hit(deepest)
+            self._evictions.hit(deepest)
         return self._policy.admitted(NONE if deepest is None else deepest, keys, now)
 
     def pin(self, *blocks: int) -> Pin:
@@ -369,7 +356,7 @@ class BlockPool:
         The pin of a node holds the prefix above it too, that of a block its bytes and nothing else.
         """
         for block in blocks:
-            if self._state[block] == FREE and not self.checkpoints.has_block(block):
+            if self._nodes.state[block] == FREE and not self.checkpoints.has_block(block):
                 is_old = block in self._outlived
                 raise MisuseError(
                     f"block {block} is {'from before a reset' if is_old else 'free'} and cannot be pinned"
@@ -381,6 +368,17 @@ class BlockPool:
                 self._forest.pin(block)
         return Pin(blocks)
 
+    @contextmanager
+    def pinned(self, *blocks: int) -> Iterator[Pin | None]:
+        """A pin for an owner that is made in this context, which gives it back if that fails. None for no blocks."""
+        pin = self.pin(*blocks) if blocks else None
+        try:
+            yield pin
+        except BaseException:
+            if pin is not None:
+                self.unpin(pin)
+            raise
+
     def unpin(self, pin: Pin) -> None:
         """End a pin. Raises MisuseError the second time."""
         if pin.released:
@@ -391,10 +389,10 @@ class BlockPool:
             if block in self._outlived:
                 self._free_old([block], self._outlived.end_pin(block))
             elif self.checkpoints.has_block(block):
-                self._free.put(sorted(self.checkpoints.pin_block(block, -1)))
+                self.free.put(sorted(self.checkpoints.pin_block(block, -1)))
             else:
                 nodes.append(block)
-                self._forest.unpin(block)
+                self._forest.pins.remove(block)
                 self.resume_points.may_be_useless(block)
         self._prune(nodes)
         self._prune_absent(nodes)
@@ -420,7 +418,7 @@ class BlockPool:
         """
         if count < 0:
             raise MisuseError(f"cannot allocate {count} chunks")
-        if needs is not None and not self._has_checkpoints:
+        if needs is not None and not self.shape.has_checkpoints:
             raise MisuseError("this pool has no checkpoints: it was built without needs_checkpoint")
         if keys and len(keys) != count + (needs is not None):
             raise MisuseError(f"{len(keys)} keys were given for {count} chunks{' and a checkpoint' if needs else ''}")
@@ -428,8 +426,8 @@ class BlockPool:
             return self._take_chunks(count, keys, victims)
         if self._lacks_room(count, needs):
             return []
-        node = self._new_number()
-        self._state[node] = WRITING
+        node = self._nodes.new_numbers(1)[0]
+        self._nodes.state[node] = WRITING
         missing = self.checkpoints.add(node, needs)  # before eviction, which spares what it shares
         chunks = self._take_chunks(count, keys[:count], victims)  # before its pieces: a policy learns in order
         blocks = self._take(missing, keys[count:])
@@ -462,11 +460,11 @@ class BlockPool:
         The writer is to write no block before it was read. `keys` are as in `allocate`.
         """
         self._policy.evict(0, keys)  # it learns of them
-        nodes = self._new_numbers(len(chunks))
+        nodes = self._nodes.new_numbers(len(chunks))
         for node, chunk in zip(nodes, chunks, strict=True):
             self._duplicates.forget((chunk,))
-            self._blocks.give((node,), self._empty(chunk))
-        self._move(nodes, FREE, WRITING)
+            self._nodes.chunks.give((node,), self._empty(chunk))
+        self._nodes.move(nodes, FREE, WRITING)
         self._policy.announced(nodes)
         return nodes
 
@@ -475,21 +473,21 @@ class BlockPool:
 
         Raises MisuseError, and changes nothing, when a block is not free, or a chunk has too few or too many.
         """
-        if any(len(blocks) != self.blocks_per_chunk for blocks in chunks):
-            raise MisuseError(f"a chunk takes {self.blocks_per_chunk} blocks, got {chunks}")
-        self._free.remove(block for blocks in chunks for block in blocks)
-        nodes = [blocks[0] if blocks else self._new_number() for blocks in chunks]
-        self._move(nodes, FREE, WRITING)
-        self._blocks.give(nodes, [block for blocks in chunks for block in blocks])
+        if any(len(blocks) != self.shape.blocks_per_chunk for blocks in chunks):
+            raise MisuseError(f"a chunk takes {self.shape.blocks_per_chunk} blocks, got {chunks}")
+        self.free.remove(block for blocks in chunks for block in blocks)
+        nodes = [blocks[0] if blocks else self._nodes.new_numbers(1)[0] for blocks in chunks]
+        self._nodes.move(nodes, FREE, WRITING)
+        self._nodes.chunks.give(nodes, [block for blocks in chunks for block in blocks])
         return nodes
 
     def claim_checkpoint(self, blocks: Sequence[int], needs: Sequence[PieceNeed]) -> int:
         """The same for a checkpoint: the blocks of the pieces that no other checkpoint has, in the order of `needs`."""
         if len(blocks) != self.checkpoints.num_missing(needs):
             raise MisuseError(f"this checkpoint takes {self.checkpoints.num_missing(needs)} blocks, got {blocks}")
-        self._free.remove(blocks)
-        node = self._new_number()
-        self._state[node] = WRITING
+        self.free.remove(blocks)
+        node = self._nodes.new_numbers(1)[0]
+        self._nodes.state[node] = WRITING
         self.checkpoints.add(node, needs)
         self.checkpoints.fill(node, blocks)
         return node
@@ -507,9 +505,9 @@ class BlockPool:
             raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
         self._check_state(nodes, WRITING)
         absent: list[int] = []  # what is above an absent chunk has its place, so they come first
-        for key in keys if self._num_absent else ():
+        for key in keys if self.shape.is_shared else ():
             place = self._forest.find(key)
-            if place == NONE or self._state[place] != ABSENT:
+            if place == NONE or self._nodes.state[place] != ABSENT:
                 break
             absent.append(place)
         if absent:
@@ -524,7 +522,7 @@ class BlockPool:
             self._forest.insert_run(nodes, keys, parent)
             self.resume_points.found(nodes, parent)
             self._policy.inserted(nodes, touch, ends_in_checkpoint=nodes[-1] in self.checkpoints)
-            self._move(nodes, WRITING, CACHED)
+            self._nodes.move(nodes, WRITING, CACHED)
 
     def _fill(self, absent: Sequence[int], written: Sequence[int]) -> None:
         """Give absent chunks, each below the one before it, the blocks that were written for them under other numbers,
@@ -532,11 +530,10 @@ class BlockPool:
         """
         self._policy.retired(written)
         for chunk, number in zip(absent, written, strict=True):
-            self._blocks.give((chunk,), self._blocks.take((number,)))
-            self._state[number] = FREE
-        self._numbers += written
-        self._move(absent, WRITING, CACHED)
-        self._num_absent -= len(absent)
+            self._nodes.chunks.give((chunk,), self._nodes.chunks.take((number,)))
+            self._nodes.state[number] = FREE
+        self._nodes.put_back(written)
+        self._nodes.move(absent, WRITING, CACHED)
         self.resume_points.found(absent, self._forest.parent[absent[0]])
 
     def outline(self, keys: Sequence[bytes], parent: int) -> int:
@@ -545,12 +542,11 @@ class BlockPool:
         """
         if not keys:
             return parent
-        chunks = self._new_numbers(len(keys))
+        chunks = self._nodes.new_numbers(len(keys))
         self._forest.insert_run(chunks, keys, parent)
         self._policy.inserted(chunks, self._policy.admitted(NONE, (), None))
         for chunk in chunks:
-            self._state[chunk] = ABSENT
-        self._num_absent += len(chunks)
+            self._nodes.state[chunk] = ABSENT
         return chunks[-1]
 
     def duplicated(self, chunks: Iterable[int]) -> None:
@@ -575,8 +571,8 @@ class BlockPool:
             raise MisuseError(f"nobody writes one of the blocks {old}, from before a reset")
         nodes = [node for node in nodes if node not in self._outlived] if old else nodes
         self._free_old(old, [block for node in old for block in self._outlived.end_writer(node)])
-        self.retire([node for node in nodes if node not in self._unfinished])
-        self._unfinished.difference_update(nodes)
+        self.retire([node for node in nodes if node not in self._nodes.unfinished])
+        self._nodes.unfinished.difference_update(nodes)
         self._prune(nodes)
 
     def retire(self, nodes: Sequence[int]) -> None:
@@ -585,8 +581,8 @@ class BlockPool:
         if len(set(nodes)) < len(nodes):
             raise MisuseError(f"a block is given twice: {sorted(nodes)}")
         self._policy.retired(nodes)
-        self._unfinished.update(nodes)
-        self._move(nodes, WRITING, RETIRED)
+        self._nodes.unfinished.update(nodes)
+        self._nodes.move(nodes, WRITING, RETIRED)
 
     def withdraw(self, node: int) -> None:
         """Take back the key of a cached node, and of all that hangs below it (rule 3)."""
@@ -597,100 +593,104 @@ class BlockPool:
         """Begin anew with the same blocks. Never fails; what is pinned or being written keeps its bytes until its pins
         and its writer end, and is not committed. .1 s for a million chunks.
         """
-        writing = {*_positions(self._state, WRITING), *self._unfinished}
+        writing = {*_positions(self._nodes.state, WRITING), *self._nodes.unfinished}
         self._outlived.take_over(self._forest, writing, self.all_blocks_of)
         self._outlived.take_over_pieces(self.checkpoints.byte_pins())
-        forest = self._new_forest(numbers=len(self._state) - self.root - 1)
+        forest = self.shape.new_forest(numbers=len(self._nodes.state) - self.root - 1)
         if self._log is not None:
-            self._log.cleared(self.resume_points.resumable(self._state.translate(IS_CACHED)), forest)
+            self._log.cleared(self.resume_points.resumable(self._nodes.state.translate(IS_CACHED)), forest)
         if self._forest.departed is not None:
             forest.departed = {}
-        self._begin(forest, self._policy.anew(forest))
-        if self._scarcity is not None:
-            self._scarcity.clear()
-        self._free.clear()
+        self._duplicates.scarcity.clear()
+        self._begin(forest, self._policy.anew(forest), self._duplicates.scarcity)
+        self.free.clear()
         for before, block in pairwise((-1, *sorted(self._outlived.blocks), self.ready)):
             if block - before > 1:
-                self._free.put_run(before + 1, block)
+                self.free.put_run(before + 1, block)
 
     def grow(self, ready: int) -> None:
         """Make blocks usable up to `ready`. It never shrinks."""
         ready = min(ready, self.capacity)
         if ready > self.ready:
-            self._free.put_run(self.ready, ready)
+            self.free.put_run(self.ready, ready)
             self.ready = ready
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self._forest.check_valid()
         self._policy.check_valid()
-        self.checkpoints.check_valid(self._state)
+        self.checkpoints.check_valid(self._nodes.state)
         self.resume_points.check_valid()
-        free = list(self._free)
-        assert len(set(free)) == len(free) == len(self._free), "a block is free twice"
-        assert len(free) + sum(self._count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
+        free = list(self.free)
+        assert len(set(free)) == len(free) == len(self.free), "a block is free twice"
+        assert len(free) + sum(self._nodes.count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
         used = [*self.checkpoints.blocks(), *((block, RETIRED) for block in self._outlived.blocks)]
         chunks = list[int]()
         cached = self._forest.nodes()
-        for node, state in enumerate(self._state):
+        for node, state in enumerate(self._nodes.state):
             assert (state in (CACHED, ABSENT)) == (node in cached), f"node {node} is {BlockState(state).name}"
-            if state != FREE and node not in self.checkpoints and self.blocks_per_chunk:
+            if state != FREE and node not in self.checkpoints and self.shape.blocks_per_chunk:
                 chunks.append(node)
-                blocks = [block for block in self._blocks.of((node,)) if block != NONE]
+                blocks = [block for block in self._nodes.chunks.of((node,)) if block != NONE]
                 used += ((block, state) for block in blocks)
                 if state == ABSENT:
                     assert not blocks, f"chunk {node} is absent and has blocks"
-                elif not self.is_shared or state != RETIRED:
-                    assert len(blocks) == self.blocks_per_chunk, "no blocks"
+                elif not self.shape.is_shared or state != RETIRED:
+                    assert len(blocks) == self.shape.blocks_per_chunk, "no blocks"
             if state == ABSENT:
-                assert self._forest.children[node] or self._forest.pins[node], (
+                assert self._forest.children[node] or node in self._forest.pins, (
                     f"nothing hangs below absent chunk {node}"
                 )
-        self._blocks.check_valid(chunks)
-        assert self._num_absent == sum(state == ABSENT for state in self._state), "absent chunks are miscounted"
+        self._nodes.chunks.check_valid(chunks)
+        assert self._nodes.num_absent == sum(state == ABSENT for state in self._nodes.state), (
+            "absent chunks are miscounted"
+        )
         self._duplicates.check_valid()
         assert sorted(free + [each for each, _ in used]) == list(range(self.ready)), "a block is in two places, or none"
         for state in (WRITING, CACHED, RETIRED):
-            assert self._count[state] == sum(each == state for _, each in used), f"blocks in state {state}: miscounted"
-        for node in self._unfinished:
-            assert self._state[node] == RETIRED, f"node {node} has a writer and is {self.state(node).name}"
+            assert self._nodes.count[state] == sum(each == state for _, each in used), (
+                f"blocks in state {state}: miscounted"
+            )
+        for node in self._nodes.unfinished:
+            assert self._nodes.state[node] == RETIRED, f"node {node} has a writer and is {self.state(node).name}"
 
     # Room
 
     @property
     def _protected_at_most(self) -> int:
         """Blocks that eviction spares for pins, or more."""
-        protected = self._forest.pinned_depth * self.blocks_per_chunk
-        return min(self._count[CACHED], protected + self.checkpoints.num_blocks(self._forest.pinned))
+        pinned, depth = self._forest.pins.linked, self._forest.depth
+        protected = sum(depth[node] for node in pinned) * self.shape.blocks_per_chunk
+        return min(self._nodes.count[CACHED], protected + self.checkpoints.num_blocks(pinned))
 
     def _lacks_room(self, chunks: int, needs: Sequence[PieceNeed]) -> bool:
         """Whether so many chunks and a checkpoint cannot be had. Its shared pieces take room if they could leave."""
-        pinned = self._forest.pinned
-        wanted = chunks * self.blocks_per_chunk
+        pinned = self._forest.pins.linked
+        wanted = chunks * self.shape.blocks_per_chunk
         most = wanted + sum(need.num_blocks for need in needs)
         return most > self.least_available and wanted + self.checkpoints.cost(needs, pinned) > self.num_available
 
     def _take_chunks(self, count: int, keys: Sequence[bytes], victims: Victims) -> list[int]:
-        per_chunk = self.blocks_per_chunk
+        per_chunk = self.shape.blocks_per_chunk
         blocks = self._take(count * per_chunk, keys, victims)
         if per_chunk:
             count = len(blocks) // per_chunk
-            self._free.put(blocks[count * per_chunk :])
+            self.free.put(blocks[count * per_chunk :])
             del blocks[count * per_chunk :]
-        is_named = per_chunk > 0 and not self.is_shared  # by its first block
-        chunks = blocks[::per_chunk] if is_named else self._new_numbers(count)
-        self._move(chunks, FREE, WRITING)
-        self._blocks.give(chunks, blocks)
+        is_named = per_chunk > 0 and not self.shape.is_shared  # by its first block
+        chunks = blocks[::per_chunk] if is_named else self._nodes.new_numbers(count)
+        self._nodes.move(chunks, FREE, WRITING)
+        self._nodes.chunks.give(chunks, blocks)
         if keys:
             self._policy.announced(chunks)
         return chunks
 
     def _take(self, count: int, keys: Sequence[bytes], victims: Victims = ()) -> list[int]:
         """Up to `count` blocks, ascending, evicting what is needed."""
-        blocks = self._evict(count - len(self._free), keys, victims)
-        blocks += self._free.take(min(count, len(self._free)))
+        blocks = self._evict(count - len(self.free), keys, victims)
+        blocks += self.free.take(min(count, len(self.free)))
         blocks.sort()
-        self._free.put(blocks[count:])
+        self.free.put(blocks[count:])
         return blocks[:count]
 
     def _evict(self, short: int, keys: Sequence[bytes], chosen: Victims) -> list[int]:
@@ -704,44 +704,43 @@ class BlockPool:
                 self._forest.withdraw(chunk)
                 self._unlink(chunk)
                 freed += self._dissolve_evicted([chunk])
-            widest = max(1, self.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
+            widest = max(1, self.shape.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             count = max(0, -((len(freed) - short) // widest))
             victims = self._policy.evict(count, keys, () if freed else chosen)
             if self._notes.are_taken:
                 self._notes.update({key: self.blocks_of((node,)) for key, node in self.take_departed().items()})
-            above = {self._forest.parent[victim] for victim in victims} if self._num_absent else ()
+            above = {self._forest.parent[victim] for victim in victims} if self.shape.is_shared else ()
             freed += self._dissolve_evicted(victims)
             self._prune_absent(above)
             if count and not victims:
                 break
             keys = chosen = ()
-        if self._scarcity is not None:
-            self._scarcity.evicted(self.take_departed())
+        if self.shape.is_shared:
+            self._duplicates.scarcity.evicted(self.take_departed())
         return freed
 
     def _evict_duplicates(self, short: int) -> list[int]:
         """Free up to `short` blocks of duplicates that no pin protects. Their chunks are absent then."""
         freed: list[int] = []
-        for chunk in self._duplicates.victims(-(-short // self.blocks_per_chunk)):
+        for chunk in self._duplicates.victims(-(-short // self.shape.blocks_per_chunk)):
             freed += self._empty(chunk)
             self._prune_absent((chunk,))
         return freed
 
     def _empty(self, chunk: int) -> list[int]:
         """Make a cached chunk absent. The blocks that it had."""
-        self._evictions += 1
+        self._evictions.total += 1
         self.resume_points.lost((chunk,))
-        self._state[chunk] = ABSENT
-        self._num_absent += 1
-        blocks = self._blocks.take((chunk,))
-        self._count[CACHED] -= len(blocks)
-        return blocks
+        self._nodes.state[chunk] = ABSENT
+        return self._nodes.empty((chunk,), CACHED)
 
     def _prune_absent(self, chunks: Iterable[int]) -> None:
         """Take out those of these chunks, and then of their ancestors, that are absent and have nothing below them."""
         for chunk in chunks:
-            while self._state[chunk] == ABSENT and not (self._forest.children[chunk] or self._forest.pins[chunk]):
-                self._unused.left(chunk)
+            while self._nodes.state[chunk] == ABSENT and not (
+                self._forest.children[chunk] or chunk in self._forest.pins
+            ):
+                self._evictions.left(chunk)
                 self._policy.removed(chunk)
                 self._forest.withdraw(chunk)
                 above = self._unlink(chunk)
@@ -749,93 +748,64 @@ class BlockPool:
                 chunk = above
 
     def _dissolve_evicted(self, victims: Sequence[int]) -> list[int]:
-        cached = [node for node in victims if self._state[node] == CACHED] if self._num_absent else victims
-        self._evictions += len(cached)
+        cached = [node for node in victims if self._nodes.state[node] == CACHED] if self.shape.is_shared else victims
         if len(cached) == len(victims):
-            self._unused.evicted(cached)
+            self._evictions.evicted(cached)
         else:
             for node in victims:  # each after what hung below it
-                if self._state[node] == ABSENT:
-                    self._unused.left(node)
+                if self._nodes.state[node] == ABSENT:
+                    self._evictions.left(node)
                 else:
-                    self._unused.evicted([node])
-            self._dissolve([node for node in victims if self._state[node] == ABSENT], ABSENT)
+                    self._evictions.evicted([node])
+            self._dissolve([node for node in victims if self._nodes.state[node] == ABSENT], ABSENT)
         return self._dissolve(cached, CACHED)
 
     # Nodes, and their blocks
 
-    def _new_number(self) -> int:
-        """A number for a node that has no block to be named by: a checkpoint, or a chunk that takes no blocks."""
-        (number,) = self._new_numbers(1)
-        return number
-
-    def _new_numbers(self, count: int) -> list[int]:
-        first = max(0, len(self._numbers) - count)
-        numbers = self._numbers[first:]
-        del self._numbers[first:]
-        for _ in range(count - len(numbers)):
-            self._state.append(FREE)
-            self._blocks.add_node()
-            numbers.append(self._forest.add_number())
-        return numbers
-
     def _free_old(self, nodes: Sequence[int], freed: list[int]) -> None:
         """Uses of nodes from before a reset have ended, which freed these blocks."""
-        self._count[RETIRED] -= len(freed)
-        self._free.put(sorted(freed))
-        self._numbers += [node for node in nodes if node > self.root and node not in self._outlived]
+        self._nodes.count[RETIRED] -= len(freed)
+        self.free.put(sorted(freed))
+        self._nodes.put_back([node for node in nodes if node not in self._outlived])
 
     def _check_state(self, nodes: Iterable[int], state: int) -> None:
         for node in nodes:
-            if self._state[node] != state:
+            if self._nodes.state[node] != state:
                 raise MisuseError(f"block {node} is {self.state(node).name}, not {BlockState(state).name}")
-
-    def _move(self, nodes: Sequence[int], before: int, after: int) -> None:
-        """Nodes go from one state to another and keep their blocks."""
-        state = self._state
-        for node in nodes:
-            state[node] = after
-        checkpoints = [node for node in nodes if node in self.checkpoints] if self._has_checkpoints else []
-        for node in checkpoints:
-            self.checkpoints.move(node, before, after)
-        blocks = (len(nodes) - len(checkpoints)) * self.blocks_per_chunk
-        self._count[before] -= blocks
-        self._count[after] += blocks
 
     def _withdraw_all(self, subtree: Sequence[int]) -> None:
         """Withdraw nodes given parents first; those already withdrawn stay as they are."""
         nodes = subtree[::-1]
-        cached = [node for node in nodes if self._state[node] == CACHED]
-        absent = [node for node in nodes if self._state[node] == ABSENT] if self._num_absent else []
+        cached = [node for node in nodes if self._nodes.state[node] == CACHED]
+        absent = [node for node in nodes if self._nodes.state[node] == ABSENT] if self.shape.is_shared else []
         for node in nodes if absent else cached:
-            if self._state[node] in (CACHED, ABSENT):
+            if self._nodes.state[node] in (CACHED, ABSENT):
                 self._policy.removed(node)
                 self._forest.withdraw(node)
         self.resume_points.lost(cached)
-        self._move(cached, CACHED, RETIRED)
+        self._nodes.move(cached, CACHED, RETIRED)
         self._duplicates.forget(cached)
         for node in absent:
-            self._state[node] = RETIRED
-        self._num_absent -= len(absent)
+            self._nodes.state[node] = RETIRED
         self._prune(nodes)
 
     def _prune(self, nodes: Iterable[int]) -> None:
         """Free those of `nodes`, and of their ancestors, that are RETIRED and not needed."""
         gone, above = [], []
         for node in nodes:
-            while node != self.root and self._state[node] == RETIRED and not self._is_needed(node):
+            while node != self.root and self._nodes.state[node] == RETIRED and not self._is_needed(node):
                 gone.append(node)
-                self._state[node] = FREE
+                self._nodes.state[node] = FREE
                 node = self._unlink(node)
                 self.resume_points.may_be_useless(node)
             above.append(node)
         self._prune_absent(above)
         if gone:
-            self._unused.forget(gone)
-            self._free.put(sorted(self._dissolve(gone, RETIRED)))
+            self._evictions.forget(gone)
+            self.free.put(sorted(self._dissolve(gone, RETIRED)))
 
     def _is_needed(self, node: int) -> bool:
-        return bool(self._forest.pins[node] or self._forest.children[node] or node in self._unfinished)
+        return node in self._forest.pins or self._forest.children[node] > 0 or node in self._nodes.unfinished
 
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. Returns its parent, or the root."""
@@ -848,25 +818,11 @@ class BlockPool:
         """Nodes do not exist any more. Returns the blocks that nothing uses now, which the caller takes or frees."""
         if before == CACHED:
             self.resume_points.lost(nodes)
-        if self.blocks_per_chunk == 1 and not (self._has_checkpoints or self.is_shared):
-            self._count[before] -= len(nodes)
-            return list(nodes)
-        for node in nodes:
-            self._state[node] = FREE
-        self._numbers += [node for node in nodes if node > self.root]
-        chunks, freed = nodes, list[int]()
-        if self._has_checkpoints:
-            chunks = [node for node in nodes if node not in self.checkpoints]
-            for node in nodes:
-                self.resume_points.forget(node)
-                if node in self.checkpoints:
-                    freed += self.checkpoints.move(node, before, FREE)
-        if self.is_shared:
-            self._duplicates.forget(chunks)
-            self._num_absent -= len(chunks) if before == ABSENT else 0
-        blocks = self._blocks.take(chunks)
-        self._count[before] -= len(blocks)
-        return freed + blocks
+        if self.shape.has_checkpoints:
+            self.resume_points.forget(nodes)
+        if self.shape.is_shared:
+            self._duplicates.forget(nodes)
+        return self._nodes.remove(nodes, before)
 
 
 def _positions(states: bytearray, state: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from cpu_prefix_cache.pool.duplicates import Beside
+from cpu_prefix_cache.pool.shape import Beside
 
 Blocks = Sequence[int]
 
@@ -154,7 +154,7 @@ class KVCacheCoordinator:
 
     def holds(self, checkpoint: CheckpointAt) -> bool:
         """Whether the pool is large enough for a checkpoint and all of its prefix."""
-        chunks = checkpoint.depth * self.pool.blocks_per_chunk
+        chunks = checkpoint.depth * self.pool.shape.blocks_per_chunk
         return chunks + self.num_blocks(checkpoint.depth) <= self.pool.capacity
 
     def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt:

@@ -10,32 +10,22 @@ Without room for it nothing is lost but the store that brings it back; scarcity.
 """
 
 from collections.abc import Collection, Iterable, KeysView, Sequence
-from typing import NamedTuple
 
 from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.states import CACHED
-
-
-class Beside(NamedTuple):
-    """The pool beside holds up to `chunks` chunks. Those that this pool has come and go, so chunks go by numbers here.
-
-    `overlap`: so many chunks above one that only this pool has stay here, too: whoever looks ahead does not resume
-    behind the last chunk of the pool beside, and loads them.
-    """
-
-    chunks: int
-    overlap: int = 0
 
 
 class Duplicates:
     """The duplicates of a pool with this forest and these states of nodes. They leave in the order of their adding.
-    `overlap` is that of `Beside`.
+    `overlap` is that of `Beside`, and `scarcity` whether they leave before all others.
     """
 
-    def __init__(self, forest: Forest, state: bytearray, overlap: int) -> None:
+    def __init__(self, forest: Forest, state: bytearray, overlap: int, scarcity: Scarcity) -> None:
         self._forest = forest
         self._state = state
         self._overlap = overlap
+        self.scarcity = scarcity
         self._leaving: dict[int, None] = {}
         self._kept: set[int] = set()
 
@@ -85,7 +75,7 @@ class Duplicates:
         for chunk in self._leaving:
             if len(victims) >= count:
                 break
-            if not self._forest.is_protected(chunk):
+            if not self._forest.pins.is_protected(chunk):
                 (kept if self._has_more_below(chunk, self._overlap, ()) else victims).append(chunk)
         for chunk in (*kept, *victims):
             del self._leaving[chunk]
@@ -94,7 +84,7 @@ class Duplicates:
 
     def is_needed(self, chunk: int, read: Collection[int]) -> bool:
         """Whether a cached chunk has to stay, if those that are `read` leave for the pool beside."""
-        return self._forest.is_protected(chunk) or self._has_more_below(chunk, self._overlap, read)
+        return self._forest.pins.is_protected(chunk) or self._has_more_below(chunk, self._overlap, read)
 
     def _has_more_below(self, chunk: int, levels: int, read: Collection[int]) -> bool:
         """Whether one that only this pool has hangs below, at most so many levels down."""

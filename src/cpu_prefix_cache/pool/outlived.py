@@ -33,7 +33,7 @@ class Outlived:
         self._nodes: dict[int, OldNode] = {}
         self._holders = Counter[int]()  # of each block
 
-    def __contains__(self, name: int) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._nodes
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Outlived:
     def take_over(self, forest: Forest, writing: Collection[int], blocks_of: Callable[[int], Iterable[int]]) -> None:
         """The nodes of a forest that are pinned or `writing`, and what they hang below. O(nodes taken over)."""
         old = dict[int, OldNode]()
-        for node in {*forest.pinned_nodes(), *writing}:
+        for node in {*forest.pins, *writing}:
             below: OldNode | None = None
             for each in forest.held_by(node):
                 is_new = each not in old
@@ -71,7 +71,7 @@ class Outlived:
                 if not is_new:
                     break
                 below = old[each]
-            old[node].pins, old[node].has_writer = forest.pins[node], node in writing
+            old[node].pins, old[node].has_writer = forest.pins.count(node), node in writing
             self._nodes[node] = old[node]
 
     def take_over_pieces(self, pinned: Iterable[tuple[tuple[int, ...], int]]) -> None:

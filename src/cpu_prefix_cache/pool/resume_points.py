@@ -6,7 +6,7 @@ Whether a chunk is useless changes with its children, its pins and its checkpoin
 chunks, but one of chunks that may be useless, the latest last: each is checked when it is taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cpu_prefix_cache.index.boundary_log import BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
@@ -79,9 +79,10 @@ class ResumePoints:
             self._candidates.pop(node, None)
             self._candidates[node] = None
 
-    def forget(self, node: int) -> None:
-        """The node does not exist any more; its number will be another node's."""
-        self._candidates.pop(node, None)
+    def forget(self, nodes: Iterable[int]) -> None:
+        """These nodes do not exist any more; their numbers will be other nodes'."""
+        for node in nodes:
+            self._candidates.pop(node, None)
 
     def take_useless(self) -> int | None:
         """The next useless chunk, for eviction; None if there is none."""
@@ -111,6 +112,6 @@ class ResumePoints:
 
     def _is_useless(self, node: int) -> bool:
         forest = self._forest
-        if forest.key[node] is None or forest.children[node] or forest.pins[node] or node in self._checkpoints:
+        if forest.key[node] is None or forest.children[node] or node in forest.pins or node in self._checkpoints:
             return False
         return self._nearest is not None and not self._nearest.here[node]

@@ -12,11 +12,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 
 logger = logging.getLogger(__name__)
@@ -27,31 +27,13 @@ CLOSE_SECONDS = 1.0  # for an attempt that is under way
 NOTHING_MOVED = SlotStatistics(0, 0, 0.0, 0.0, 0, None, None)
 
 
-class TierOfRank(Protocol):
-    def run(self, plan: TierPlan) -> None:
-        """Begin one step's transfers."""
-
-    def report(self) -> TierReport: ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a transfer had not ended at the last plan or report."""
-
-    def statistics(self) -> SlotStatistics: ...
-
-    def drain(self) -> None:
-        """Wait until all transfers have ended."""
-
-    def close(self) -> None: ...
-
-
 class OpeningTier:
     """The tier of `rank` that `open` opens; `name` is for people. One thread calls it.
 
     Raises ConfigurationError when the first attempt does.
     """
 
-    def __init__(self, rank: int, name: str, open: Callable[[], TierOfRank]) -> None:
+    def __init__(self, rank: int, name: str, open: Callable[[], RankTier]) -> None:
         self._rank = rank
         self._attempts = _Attempts(name, open)
         self._end = weakref.finalize(self, self._attempts.give_up)
@@ -61,7 +43,7 @@ class OpeningTier:
             raise error
 
     @property
-    def tier(self) -> TierOfRank | None:
+    def tier(self) -> RankTier | None:
         """None: it is not open."""
         return self._attempts.tier
 
@@ -98,9 +80,9 @@ class OpeningTier:
 class _Attempts(threading.Thread):
     """Opens a tier, which is `tier` from then on."""
 
-    def __init__(self, name: str, open: Callable[[], TierOfRank]) -> None:
+    def __init__(self, name: str, open: Callable[[], RankTier]) -> None:
         super().__init__(name="tier-opening", daemon=True)
-        self.tier: TierOfRank | None = None
+        self.tier: RankTier | None = None
         self._what, self._open = name, open
         self._lock, self._over, self._tried = threading.Lock(), threading.Event(), threading.Event()
         self._missed: TierPlan | None = None  # the first that follows the last reset
@@ -114,7 +96,7 @@ class _Attempts(threading.Thread):
             self._say(f"nothing has answered within {seconds:.0f} s")
         return self._first_error
 
-    def missed(self, plan: TierPlan) -> TierOfRank | None:
+    def missed(self, plan: TierPlan) -> RankTier | None:
         """The tier, if it is open by now. If not, it is given the plan before it is, if that follows a reset."""
         with self._lock:
             if self.tier is None and plan.step.epoch > (self._missed.step.epoch if self._missed else 0):
@@ -154,7 +136,7 @@ class _Attempts(threading.Thread):
             logger.warning("%s is open now", self._what)
         return True
 
-    def _hand_over(self, tier: TierOfRank) -> bool:
+    def _hand_over(self, tier: RankTier) -> bool:
         """Whether anybody wants it. No plan is carried out with the lock, for which the engine's thread may wait."""
         carried_out: TierPlan | None = None
         while True:

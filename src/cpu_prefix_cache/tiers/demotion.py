@@ -60,7 +60,7 @@ class Demotion(Lazy):
                 if held and held + self._stores.device_blocks(chain) > budget:
                     return
                 transfer, stop = self._stores.plan(chain, self._pool.touch(None))
-                held += 0 if transfer is None else transfer.held_blocks
+                held += 0 if transfer is None else transfer.device_blocks
                 if stop is not None and not stop.is_final:
                     return
             self._arrived.popleft()

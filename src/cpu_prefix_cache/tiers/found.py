@@ -12,7 +12,6 @@ taken in.
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import CHUNK
@@ -20,11 +19,6 @@ from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.tier import Found
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
-
-
-class TakenIn(NamedTuple):
-    slot: int
-    generation: int
 
 
 class FoundBefore:
@@ -36,8 +30,8 @@ class FoundBefore:
         self._pieces: dict[Hashable, Found] = {}  # by the key of the piece
         self.chunks = 0
 
-    def take_in(self, found: Iterable[Found]) -> Iterator[TakenIn]:
-        """The slots that are in use now."""
+    def take_in(self, found: Iterable[Found]) -> Iterator[tuple[int, int]]:
+        """The slots that are in use now, each with its generation."""
         run: list[Found] = []  # each the child of the one before it
         boundaries: dict[bytes, None] = {}  # keys of chunks whose checkpoint may be complete with this portion
         for each in found:
@@ -57,7 +51,7 @@ class FoundBefore:
         """Forget what is not taken in yet."""
         self._pieces.clear()
 
-    def _take_run(self, run: Sequence[Found]) -> Iterator[TakenIn]:
+    def _take_run(self, run: Sequence[Found]) -> Iterator[tuple[int, int]]:
         """Takes in a run. Nodes that are here already, from another slot, are left out: the rest hangs below them."""
         new = [each for each in run if self._pool.find(each.label.key) is None]  # its end: above what is here, all is
         if not new:
@@ -75,9 +69,9 @@ class FoundBefore:
             return
         self._pool.commit(nodes, [each.label.key for each in new], parent, self._pool.touch(None))
         self.chunks += len(new)
-        yield from (TakenIn(slot, each.label.generation) for each in new for slot in each.slots)
+        yield from ((slot, each.label.generation) for each in new for slot in each.slots)
 
-    def _take_checkpoint(self, boundary: bytes) -> Iterator[TakenIn]:
+    def _take_checkpoint(self, boundary: bytes) -> Iterator[tuple[int, int]]:
         chunk, key = self._pool.find(boundary), checkpoint_key(boundary)
         if chunk is None or self._pool.find(key) is not None:
             return
@@ -91,4 +85,4 @@ class FoundBefore:
         with suppress(MisuseError):  # a slot is in use: what it held is written over
             node = self._pool.claim_checkpoint([slot for each in found for slot in each.slots], needs)
             self._pool.commit([node], [key], chunk, self._pool.touch(None))
-            yield from (TakenIn(slot, each.label.generation) for each in found for slot in each.slots)
+            yield from ((slot, each.label.generation) for each in found for slot in each.slots)

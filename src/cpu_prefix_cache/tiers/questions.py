@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.tier import Ask, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.offload.stores import Chain
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 PROBE_SECONDS = 1.0
@@ -177,7 +177,7 @@ class Questions:
         known = self._pool.resident_run(keys, 0, stop)
         if known < depth:
             return  # what was known has been forgotten meanwhile: nobody has asked for it
-        if known < stop and self._pool.blocks_per_chunk:  # bare chunks are of no use
+        if known < stop and self._pool.shape.blocks_per_chunk:  # bare chunks are of no use
             self._take(_chain(keys, known, stop))
         for at in self._checkpoints(question, stop, set(told.pieces)):
             known = self._pool.resident_run(keys, 0, at)

@@ -33,13 +33,14 @@ from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.offload.edge import Edge, Ended
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.lazy import MARGIN
-from cpu_prefix_cache.offload.stores import Chain, StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
@@ -86,7 +87,7 @@ class TierCache:
         self.host = host
         is_large = options.slots >= EAGER_FROM * host.capacity
         self._is_eager = is_large if options.offload is None else options.offload == "eager"
-        chunks = host.capacity // max(1, host.blocks_per_chunk)
+        chunks = host.capacity // max(1, host.shape.blocks_per_chunk)
         written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
         self.planner = planner.below()
         thresholds = Thresholds(above.store_after, above.min_store_tokens)
@@ -206,8 +207,14 @@ class TierCache:
                 copies += self.coordinator.checkpoint_copies(checkpoint.depth, *pieces)
         host_blocks = [block for copy in copies for block in copy.device_blocks]
         here = [node for node in sources if node is not None]
-        pin = self.pool.pin(*here) if here and len(here) == len(sources) else None
-        self.edge.load(id, chain.keys, pin, copies, host_blocks, self._now)
+        self.edge.load(
+            id,
+            Chain(chain.parent_key, chain.keys),
+            here if len(here) == len(sources) else (),
+            copies,
+            host_blocks,
+            self._now,
+        )
 
     def plan(self) -> TierPlan:
         """Work of all ranks in this step."""
@@ -280,8 +287,9 @@ class TierCache:
     def _take_in(self, report: TierReport) -> None:
         if report.portion == self._taken + 1:
             self._taken += 1
-            for each in self._found.take_in(found for found in report.found if found.label.generation >= self._first):
-                self._generations[each.slot] = each.generation
+            later = (found for found in report.found if found.label.generation >= self._first)
+            for slot, generation in self._found.take_in(later):
+                self._generations[slot] = generation
         if report.is_scanned and report.portion == self._taken:
             self.demotion.is_open = True
             self._found.clear()
@@ -346,7 +354,7 @@ class TierCache:
     def _labels(self, transfer: Transfer, copy: GroupCopy) -> Iterator[Label]:
         piece = self.planner.pieces[copy.group]
         if piece.in_chunk:
-            parents = [_parent_key(transfer), *transfer.keys]
+            parents = [transfer.chain.parent_key or b"", *transfer.keys]
             for at, slot in enumerate(copy.host_blocks):
                 chunk, place = divmod(at, piece.host_blocks)
                 yield Label(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK, self._generations[slot])
@@ -360,7 +368,7 @@ class TierCache:
         """Key of the chunk at whose end the checkpoint is that is stored. No load needs it."""
         if isinstance(transfer, LoadTransfer):
             return b""
-        return transfer.keys[-2] if len(transfer.keys) > 1 else _parent_key(transfer)
+        return transfer.keys[-2] if len(transfer.keys) > 1 else transfer.chain.parent_key or b""
 
     def _piece_key(self, slot: int) -> tuple[bytes, int, int]:
         key = self.pool.checkpoints.key_of(slot)
@@ -368,8 +376,3 @@ class TierCache:
             raise TypeError(f"the piece in slot {slot} has the key {key!r}")
         chunk, group, block = key
         return chunk, group, block
-
-
-def _parent_key(transfer: Transfer) -> bytes:
-    """Key of the chunk that a store hangs below. No load needs it."""
-    return (transfer.parent_key or b"") if isinstance(transfer, StoreTransfer) else b""

@@ -33,11 +33,11 @@ from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.messages.tier import READ_BYTES, SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
-from cpu_prefix_cache.offload.stores import Chain
-from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
@@ -112,7 +112,7 @@ class TieredCache(CPUPrefixCache):
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
-        self._slices: dict[Any, tuple[StoreTransfer, Want, int]] = {}  # promotions in flight by id, and their blocks
+        self._slices: dict[Any, tuple[Promotion, Want, int]] = {}  # promotions in flight by id, and their blocks
         self._unread = 0  # bytes that wants which are not over have still to ask for
         self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks

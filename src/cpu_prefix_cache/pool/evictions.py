@@ -1,4 +1,4 @@
-"""Nodes that a pool evicts without any use: they were stored, and no request was ever given them.
+"""How much a pool evicts, and how much of it without any use: it was stored, and no request was ever given it.
 
 A hit is noted at the deepest node that it uses. Nodes are evicted after all that hangs below them, so an evicted node
 passes the note on to its parent, and a node that has none when it is evicted was never part of a hit.
@@ -10,12 +10,13 @@ from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.pool.checkpoints import Checkpoints
 
 
-class Unused:
-    """Counts evicted nodes that were never hit, `chunks` and `checkpoints`."""
+class Evictions:
+    """Counts evicted nodes, and the chunks and checkpoints among them that were never hit."""
 
     def __init__(self) -> None:
-        self.chunks = 0
-        self.checkpoints = 0
+        self.total = 0
+        self.unused_chunks = 0
+        self.unused_checkpoints = 0
 
     def begin(self, forest: Forest, checkpoints: Checkpoints) -> None:
         """Go on counting with these, which have no nodes yet."""
@@ -31,8 +32,9 @@ class Unused:
         """These nodes leave, each after what hung below it. They still show their parents."""
         unused = [node for node in nodes if not self.left(node)] if self._hit else nodes
         checkpoints = sum(node in self._checkpoints for node in unused) if self._checkpoints else 0
-        self.checkpoints += checkpoints
-        self.chunks += len(unused) - checkpoints
+        self.unused_checkpoints += checkpoints
+        self.unused_chunks += len(unused) - checkpoints
+        self.total += len(nodes)
 
     def left(self, node: int) -> bool:
         """This node leaves, or the place of an absent one. Whether it was part of a hit, as its parent then was."""
