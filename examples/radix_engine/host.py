@@ -1,6 +1,6 @@
 """The radix engine with a host cache: calls of a RadixDevice by its tree, and of a HostCache by its scheduler."""
 
-from cpu_prefix_cache import ChainHasher, HostCache, Prefix, RadixDevice, Run, Wait, keys_and_values
+from cpu_prefix_cache import ChainHasher, HostCache, Miss, Pending, Prefix, RadixDevice, keys_and_values
 
 CHUNK_TOKENS = 16
 
@@ -61,9 +61,9 @@ class Host(HostCache):
         keys = self.hasher.keys(request.tokens)
         n = len(request.tokens)
         answer = self.start(request.id, keys, num_tokens=n, on_device=request.length, allocate=allocate)
-        if not isinstance(answer, Wait):
+        if not isinstance(answer, Pending):
             request.keys = keys
-        return answer == Run()
+        return answer == Miss()
 
     def kept(self, request):
         self.hasher.extend(request.keys, request.tokens[: request.kept * self.size])

@@ -27,7 +27,7 @@ from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesSto
 from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
-from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Miss, Pending, Request
+from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Request
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
@@ -68,17 +68,14 @@ __all__ = [
     "Forgetting",
     "Group",
     "GroupCopy",
-    "Hit",
     "HybridChunkPlanner",
     "InternalError",
     "KVCacheCoordinator",
     "Lease",
     "MIN_TIMED_TOKENS",
     "MISS",
-    "Miss",
     "Notes",
     "OVERHEAD_SECONDS",
-    "Pending",
     "Piece",
     "PieceAt",
     "PieceNeed",

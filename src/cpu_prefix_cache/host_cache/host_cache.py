@@ -3,9 +3,9 @@
 It owns the host region, the copier, the copying threads, the CPUPrefixCache, the clock, and which load belongs to which
 request. A request, as the engine's scheduler sees it:
 
-    start   ->  Run        compute from n0: the host has nothing more
-            ->  Wait       start again later: its prefix is being loaded for another request
-            ->  Loading    park it: end_step names it when the load has ended, and from which token on to compute
+    start   ->  Miss       compute from n0: the host has nothing more
+            ->  Pending    start again later: its prefix is being loaded for another request
+            ->  Hit        park it: end_step names it when the load has ended, and from which token on to compute
     end                    before its blocks are freed: finished, preempted or aborted, running or loading
 
 and a step of the engine:
@@ -16,7 +16,8 @@ and a step of the engine:
 
 The host region is pinned from the first step on, while the engine works; or before it, by `prepare`.
 
-With a tier below (`FileTier`, `SharedTier`), `start` also answers Wait while a prefix is read from it into host memory.
+With a tier below (`FileTier`, `SharedTier`), `start` also answers Pending while a prefix is read from it into host
+memory.
 """
 
 import gc
@@ -37,7 +38,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import RankReport
-from cpu_prefix_cache.messages.request import Hit, Pending, Request
+from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device, check_fits
@@ -59,26 +60,6 @@ CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier
 Blocks = Numbers  # of device blocks
 # Gives the blocks that a load of tokens [start, boundary) fills, of one group or a list for each. None: no room.
 Allocate = Callable[[int, int], Blocks | Sequence[Blocks] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Nothing is loaded: compute from n0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Start again in a later step: at `deadline` (time.monotonic) at the latest, the answer will be another."""
-
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """Tokens [start, boundary) are being loaded; `start` is n0 rounded down to a boundary."""
-
-    start: int
-    boundary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +212,13 @@ class HostCache:
 
     def start(
         self, id: Hashable, keys: Sequence[bytes], *, num_tokens: int, on_device: int, allocate: Allocate
-    ) -> Run | Wait | Loading:
+    ) -> Answer:
         """Start a request of `num_tokens` tokens of which the device has the first `on_device`.
 
-        `keys[i]` is the key of chunk i, at least 16 bytes; the list may grow while the request runs. After Run and
-        Loading the request runs until `end`; after Wait nothing has changed. If tokens [start, boundary) can be loaded,
-        `allocate` gives the device blocks that they fill, which nobody else reads; None: they are computed. Where
-        `on_device` lies in the middle of a chunk, the whole chunk is loaded.
+        `keys[i]` is the key of chunk i, at least 16 bytes; the list may grow while the request runs. After Hit and Miss
+        the request runs until `end`; after Pending nothing has changed. If tokens [start, boundary) can be loaded,
+        `allocate` gives the device blocks that they fill, which nobody else reads, and after Hit they are being loaded;
+        None: there is no room, a Miss. Where `on_device` lies in the middle of a chunk, the whole chunk is loaded.
 
         Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
         or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
@@ -249,18 +230,18 @@ class HostCache:
         request, now = Request(id, keys, num_tokens), time.monotonic()
         answer = self.cache.lookup(request, on_device, now)
         if isinstance(answer, Pending):
-            return Wait(answer.deadline)
+            return answer
         destinations = self._destinations_of(allocate, answer) if isinstance(answer, Hit) else None
         self._keys[id] = keys
         if self._tier is not None:
             self._tier.started(id, on_device)
         if destinations is None or not isinstance(answer, Hit):
             self.cache.admit(request, on_device, now=now)
-            return Run()
+            return MISS
         self.cache.admit(request, on_device, answer.boundary, now)
         transfer = self.cache.load(id, answer.boundary, destinations, now)
         self._loads[id] = transfer, on_device, answer.boundary
-        return Loading(answer.start, answer.boundary)
+        return answer
 
     def begin_step(self) -> None:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
