@@ -40,6 +40,7 @@ from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.offload.forgetting import Forgetting
 from cpu_prefix_cache.offload.places import FRONT, Places
 from cpu_prefix_cache.offload.prefill_rate import MIN_TIMED_TOKENS, PrefillRate
+from cpu_prefix_cache.offload.radix_device import RadixDevice
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
@@ -86,6 +87,7 @@ __all__ = [
     "PooledDevice",
     "PrefillRate",
     "PrefixGroup",
+    "RadixDevice",
     "RankReport",
     "Request",
     "Resolved",
