@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, QueueDevice, RadixHostCache
+from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, WindowGroup
 from cpu_prefix_cache.host_cache import HostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.memory.parts import Role, blocks_first
@@ -172,6 +173,18 @@ def test_a_device_that_finds_no_checkpoints_is_none_for_windows_and_states(build
     groups = [Prefix(attention, block_tokens=TOKENS), kind(other, block_tokens=TOKENS, **options)]
     with pytest.raises(ConfigurationError, match="has no find_checkpoint: nothing of a window"):
         build(groups)
+
+
+def test_the_deciding_half_alone_refuses_such_a_device():
+    groups = [WindowGroup(name="window", block_tokens=TOKENS, block_bytes=64, window_tokens=8)]
+    planner = HybridChunkPlanner(groups, max_model_len=100)
+    with pytest.raises(ConfigurationError, match="SmallEngine has no find_checkpoint"):
+        CPUPrefixCache(planner, SmallEngine(BLOCKS), host_blocks=16)
+
+
+def test_chunks_have_the_blocks_that_the_device_finds():
+    with pytest.raises(ConfigurationError, match="chunk_tokens must be the tokens of so many blocks"):
+        built(chunk_tokens=8)
 
 
 @pytest.mark.parametrize(
