@@ -98,6 +98,20 @@ def test_a_load_into_blocks_that_are_free(strict):
     assert set(free) <= set(engine.blocks.free_blocks), "they are handed out while the request believes it has them"
 
 
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 0, 1, 2]], ids=["two exchanged", "all one further on"])
+@pytest.mark.parametrize("ends", [True, False])
+@STRICT
+def test_a_load_into_its_own_blocks_in_another_order(order, ends, strict):
+    """Their number is right, and the request reads the KV of other tokens."""
+    engine = served("abcd", strict=strict)
+    assert engine.starts("r", "abcd", table=lambda blocks: [blocks[at] for at in order]) == Hit(16, 0)
+    engine.steps()
+    assert not all(engine.right("r"))
+    told = "chunk 0 was loaded into block ., but the device finds it in block ., which another place has filled"
+    with pytest.raises(MisuseError, match=told) if strict else nullcontext():
+        engine.ends("r") if ends else engine.steps("r")
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_load_into_a_block_of_two_requests(shares, monkeypatch):
     monkeypatch.setattr(SmallEngine, "shares_unfinished", shares)

@@ -58,6 +58,20 @@ def test_pages_of_a_request_that_does_not_run(engine):
     assert engine.host.statistics().unknown_request == 2
 
 
+@pytest.mark.parametrize("wrong", [lambda pages: pages[::-1], lambda pages: pages[1:], lambda pages: [*pages, 23]])
+def test_pages_that_are_not_those_of_the_tree(engine, wrong):
+    """They would be stored under the keys of other tokens."""
+    assert start(engine, "r", 0) == Miss()
+    pages = engine.cache.allocate(8)
+    engine.cache.insert(PROMPT[:16], pages[:4])
+    engine.cache.insert(PROMPT[:32], pages)
+    with pytest.raises(MisuseError, match="give the tree's pages of the whole prefix, in token order"):
+        engine.host.inserted("r", wrong(pages))
+    engine.host.inserted("r", pages)
+    engine.host.begin_step()
+    engine.host.end_step()
+
+
 def test_pages_that_are_inserted_after_a_reset_are_not_stored(engine):
     assert start(engine, "r", 0) == Miss()
     engine.host.reset()

@@ -155,6 +155,7 @@ class Halves:
         self._process, self._is_closed = os.getpid(), False
         self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
         self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
+        self._filled: dict[Hashable, tuple[Hit, list[list[int]]]] = {}  # id -> what it loads, and where; with `strict`
         # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
@@ -206,6 +207,8 @@ class Halves:
         self.cache.admit(request, on_device, answer.boundary, now)
         transfer = self.cache.load(id, answer.boundary, destinations, now)
         self._loads[id] = transfer, on_device, answer.boundary
+        if self._strict:
+            self._filled[id] = answer, destinations
         return answer
 
     def begin_step(self) -> None:
@@ -315,6 +318,8 @@ class Halves:
         if id not in self._keys:
             self._unknown_request(id)
             return
+        self._check_filled(id, num_tokens)
+        self._filled.pop(id, None)
         keys = self._keys.pop(id)
         self._loads.pop(id, None)
         self._left[-1].add(id)
@@ -382,6 +387,13 @@ class Halves:
             if id not in self._keys and not any(id in ended for ended in self._left):
                 raise MisuseError(f"request {id!r} is reported as computed, and does not run")
             check_tokens(f"what request {id!r} has computed", num_tokens, self._max_model_len)
+            self._check_filled(id, num_tokens)
+
+    def _check_filled(self, id: Hashable, num_tokens: int) -> None:
+        """Once for each load: when the request that it was for goes on behind it."""
+        if id in self._filled and num_tokens >= self._filled[id][0].boundary:
+            hit, destinations = self._filled.pop(id)
+            self._destinations.check_found(self._keys[id], hit, destinations)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():

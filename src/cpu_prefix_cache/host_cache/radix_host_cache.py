@@ -53,13 +53,16 @@ class RadixHostCache(RadixDevice, Halves):
 
         Chunks that they fill are found by the request's keys from now on, and can be stored.
 
-        Raises MisuseError as `keyed` does, and with `strict` for a request that does not run.
+        Raises MisuseError as `keyed` does, and with `strict` for a request that does not run, and for pages other than
+        those of the tree.
         """
         self._check_usable()
         if id not in self._keys:
             self._unknown_request(id)
             return
         pages = numbers(pages)
+        if self._strict:
+            self.check_path(pages)
         self.keyed(self._keys[id], pages)
         self._inserted[id] = len(pages) * self._page_tokens
 

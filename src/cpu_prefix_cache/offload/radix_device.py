@@ -197,6 +197,19 @@ class RadixDevice(Device):
 
     # Called by the cache
 
+    def check_path(self, pages: Sequence[int]) -> None:
+        """Raise MisuseError unless the tree has these pages on one path, from its first page on, in this order."""
+        path: list[int] = []
+        node = self._node[pages[-1]] if pages and pages[-1] < len(self._node) else None
+        while node is not None and id(node) in self._placed:
+            path[:0] = numbers(self.pages(node))
+            node = self.parent(node)
+        if pages != path[: len(pages)]:
+            raise MisuseError(
+                f"a prefix is given as pages {pages}, but the tree has {path} up to the last of them: give the "
+                "tree's pages of the whole prefix, in token order, after placed(node)"
+            )
+
     @property
     def num_blocks(self) -> int:
         return self._num_pages
