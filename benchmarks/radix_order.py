@@ -14,7 +14,7 @@ from itertools import count, islice
 from statistics import median
 
 from common import percentile, print_environment
-from cpu_prefix_cache import RadixDevice
+from cpu_prefix_cache.deciding import RadixDevice
 
 PAGES = 64
 LEAVES = 4

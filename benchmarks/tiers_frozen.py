@@ -33,7 +33,7 @@ import torch
 
 from batching_engine import Blocks, BlocksDevice
 from benchmarks.common import print_environment
-from cpu_prefix_cache import HostCache, Loading, Prefix, SharedTier, Wait, keys_and_values
+from cpu_prefix_cache import Hit, HostCache, Pending, Prefix, SharedTier, keys_and_values
 from cpu_prefix_cache.stores.settings import ASK_SECONDS
 from tests_stores.servers import RedisServer, missing
 
@@ -151,13 +151,13 @@ class Engine:
             lambda: self.host.start(request.id, request.keys, num_tokens=PROMPT, on_device=0, allocate=allocate),
         )
         now = time.monotonic()
-        if isinstance(answer, Wait):
+        if isinstance(answer, Pending):
             request.waited_from, request.deadline = request.waited_from or now, answer.deadline
             return False
         if request.waited_from and not request.lacked_blocks:
             self.phase.waits.append(now - request.waited_from)
             self.phase.beyond.append(now - request.deadline)
-        if isinstance(answer, Loading):
+        if isinstance(answer, Hit):
             self.loading[request.id] = request
         else:
             allocate(0, 0)

@@ -15,7 +15,7 @@ import random
 from collections import deque
 from itertools import takewhile
 
-from cpu_prefix_cache import ChainHasher, HostCache, Loading, Prefix, QueueDevice, Run, Wait, keys_and_values
+from cpu_prefix_cache import ChainHasher, Hit, HostCache, Miss, Pending, Prefix, QueueDevice, keys_and_values
 from tiny_model import TinyModel
 
 BLOCK_TOKENS = 16
@@ -161,11 +161,11 @@ class Engine:
         n0 = len(cached) * BLOCK_TOKENS
         n = len(request.tokens)
         match self.host.start(request.id, request.keys, num_tokens=n, on_device=n0, allocate=allocate):
-            case Wait():
+            case Pending():
                 return False
-            case Loading():
+            case Hit():
                 self.loading[request.id] = request
-            case Run():
+            case Miss():
                 allocate(n0, n0)
                 self.running.append(request)
         request.computed = n0

@@ -182,6 +182,10 @@ class QueueSlots:
     # called by the cache
 
     @property
+    def blocks_per_chunk(self) -> int:
+        return self.width
+
+    @property
     def num_blocks(self) -> int:
         return self.slots * self.width
 

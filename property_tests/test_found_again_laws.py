@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_prefix_cache import Hit, Pending
 from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
     CPUPrefixCache,
     Direction,
     EngineSteps,
-    Hit,
     HybridChunkPlanner,
     KVCacheCoordinator,
-    Pending,
     PooledDevice,
     PrefixGroup,
     RankReport,

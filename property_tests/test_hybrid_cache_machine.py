@@ -12,16 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache import POLICIES, Hit, Miss, Pending
 from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
     CPUPrefixCache,
     EngineSteps,
     Group,
-    Hit,
     HybridChunkPlanner,
-    Miss,
-    Pending,
     PoolExhausted,
     PrefixGroup,
     Request,

@@ -20,15 +20,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_prefix_cache import POLICIES, MisuseError
+from cpu_prefix_cache import POLICIES, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.deciding import (
     CPUPrefixCache,
     Direction,
     EngineSteps,
-    Hit,
     HybridChunkPlanner,
-    Miss,
-    Pending,
     PrefixGroup,
     RankReport,
     Request,

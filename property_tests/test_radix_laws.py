@@ -9,8 +9,7 @@ from itertools import islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radix_engine.engine import PageCache
-from radix_engine.host import Pages
+from tests.radix_trial import RadixTrial
 
 PAGES = 24
 
@@ -33,8 +32,8 @@ stories = st.lists(
 
 class Story:
     def __init__(self):
-        self.cache = PageCache(PAGES, 1)
-        self.cache.device = self.device = Pages(self.cache, 1)
+        trial = RadixTrial(PAGES, 1)
+        self.cache, self.device = trial.cache, trial.device
         self.locked = []
 
     def nodes(self):

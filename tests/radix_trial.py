@@ -1,19 +1,20 @@
-"""The tree of `examples/radix_engine` as a trial for `check_device`, with the RadixDevice of its glue."""
+"""The tree of `examples/radix_engine` as a trial for `check_device`, with the device of its glue."""
 
 from radix_engine import engine, host
 
-Pages = host.Pages
+Host = host.Host
 
 
 class RadixTrial:
-    """`device` is a subclass of Pages."""
+    """`device` is a subclass of Host."""
 
-    def __init__(self, num_pages, chunk_blocks, page_tokens=1, device=Pages):
+    def __init__(self, num_pages, chunk_blocks, page_tokens=1, device=Host):
         self.engine = engine.Engine(num_pages, page_tokens)
         self.cache = self.engine.cache
         self.page_tokens = page_tokens
         self.chunk_blocks = chunk_blocks
-        self.device = self.cache.device = device(self.cache, chunk_blocks * page_tokens)
+        self.device = device(self.engine, chunk_blocks * page_tokens, host_bytes=1 << 20, max_model_len=1024)
+        self.engine.host = self
 
     def take(self, keys, cached, tokens):
         of_pages = [token for token in tokens for _ in range(self.page_tokens)]
@@ -34,11 +35,10 @@ class RadixTrial:
 
     def computed(self, request, chunks):
         request.length = chunks * self.chunk_blocks * self.page_tokens
-        self.engine.host = self
         self.engine.keep(request)
 
     def kept(self, request):
-        self.device.computed(request.keys, request.pages[: request.kept])
+        self.device.keyed(request.keys, request.pages[: request.kept])
 
     def free(self, request):
         self.engine.drop(request)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from cpu_prefix_cache import Hit
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
-    Hit,
     HybridChunkPlanner,
     Lease,
     Pin,

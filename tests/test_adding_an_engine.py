@@ -14,7 +14,7 @@ import torch
 
 import batching_engine
 from batching_engine import BLOCK_TOKENS, Blocks, BlocksDevice, Engine, Request
-from cpu_prefix_cache import Wait
+from cpu_prefix_cache import Pending
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.testing import check_device
 from tests.poison import poison
@@ -38,7 +38,7 @@ class Watched(Engine):
 
         def watched(*arguments, **named):
             answer = start(*arguments, **named)
-            self.waits += isinstance(answer, Wait)
+            self.waits += isinstance(answer, Pending)
             return answer
 
         self.host.start = watched

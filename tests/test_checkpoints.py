@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache import POLICIES, ConfigurationError, MisuseError
+from cpu_prefix_cache import POLICIES, ConfigurationError, Hit, Miss, MisuseError
 from cpu_prefix_cache.deciding import (
     BlockPool,
     ChunkLocalGroup,
     CPUPrefixCache,
-    Hit,
     HybridChunkPlanner,
     KVCacheCoordinator,
-    Miss,
     PooledDevice,
     PoolExhausted,
     PrefixGroup,

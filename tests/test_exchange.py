@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from cpu_prefix_cache.deciding import Direction, Hit, Miss, Pending, Request, TransferPlan
+from cpu_prefix_cache import Hit, Miss, Pending
+from cpu_prefix_cache.deciding import Direction, Request, TransferPlan
 from cpu_prefix_cache.offload.exchange import partners
 from tests.story import GRID, Engine, chain, make_scarce
 

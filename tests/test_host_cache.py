@@ -12,7 +12,7 @@ from threading import Semaphore
 import pytest
 import torch
 
-from cpu_prefix_cache import ChainHasher, ConfigurationError, MisuseError
+from cpu_prefix_cache import ChainHasher, ConfigurationError, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
@@ -23,7 +23,7 @@ from cpu_prefix_cache.deciding import (
     PrefixGroup,
     WindowGroup,
 )
-from cpu_prefix_cache.host_cache import HostCache, Loading, Run, Wait
+from cpu_prefix_cache.host_cache import HostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, states
 from cpu_prefix_cache.memory import arena, registration
 from cpu_prefix_cache.memory.parts import Role, blocks_first
@@ -80,7 +80,7 @@ class Engine:
         given = allocating(blocks) if table is None else table(blocks)
         allocate = given if callable(given) else lambda start, boundary: given
         answer = self.host.start(id, keys, num_tokens=len(prompt) * GRID + 1, on_device=n0, allocate=allocate)
-        if isinstance(answer, Wait):
+        if isinstance(answer, Pending):
             self.blocks.free(request)
         else:
             self.keys[id] = keys
@@ -113,7 +113,7 @@ class Engine:
         del self.keys[id], self.tables[id]
 
     def serves(self, prompt):
-        assert self.starts(prompt, prompt) == Run()
+        assert self.starts(prompt, prompt) == Miss()
         self.steps(prompt)
         self.ends(prompt)
         self.rests()
@@ -207,13 +207,13 @@ def with_late_loads(*prompts, **options):
 def test_chunks_that_the_device_evicted_come_back_byte_for_byte(offload, threads, id):
     engine = Engine(device_blocks=8, offload=offload, threads=threads)
     for prompt in ("abcd", "klmn", "vwxy"):  # the last one evicts the first
-        assert engine.starts(id, prompt) == Run()
+        assert engine.starts(id, prompt) == Miss()
         engine.steps(id)
         engine.ends(id)
         engine.steps()
         engine.host.drain()
     assert engine.blocks.find(keys_of("abcd")[1]) is None
-    assert engine.starts(id, "abcd") == Loading(0, 16)
+    assert engine.starts(id, "abcd") == Hit(16, 0)
     assert not any(engine.right(id))
     engine.host.begin_step()
     assert engine.resumes(engine.host.drain()) == [(id, 16)]
@@ -234,7 +234,7 @@ def test_control_a_damaged_part_of_a_loaded_block_is_seen(part):
     engine = Engine(wrap_copier=damaging)
     engine.serves("abcd")
     engine.forgets()
-    assert engine.starts("r", "abcd") == Loading(0, 16)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.steps()
     assert engine.right("r") == [False, True, True, True]
 
@@ -245,7 +245,7 @@ def test_chunks_on_the_device_are_not_loaded():
     engine.forgets()
     engine.starts("r", "ab")
     engine.steps()
-    assert engine.starts("s", "abcd") == Loading(8, 16)
+    assert engine.starts("s", "abcd") == Hit(16, 8)
     engine.steps()
     assert all(engine.right("s"))
 
@@ -264,7 +264,7 @@ def test_chunks_behind_a_hole_on_the_device_are_not_stored():
     engine.ends("r")
     engine.rests()
     engine.forgets()
-    assert engine.starts("s", "abc") == Loading(0, GRID)
+    assert engine.starts("s", "abc") == Hit(GRID, 0)
     engine.rests()
     assert engine.right("s") == [True, False, False]
 
@@ -273,7 +273,7 @@ def test_n0_within_a_chunk_is_rounded_down():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()
-    assert engine.starts("r", "abcd", n0=6, table=allocating) == Loading(4, 16)
+    assert engine.starts("r", "abcd", n0=6, table=allocating) == Hit(16, 4)
     assert engine.steps() == [("r", 16)]
     assert engine.right("r") == [False, True, True, True]
 
@@ -283,7 +283,7 @@ def test_chunks_computed_after_a_load_are_stored_before_the_request_ends():
     engine = Engine()
     engine.serves("ab")
     engine.forgets()
-    assert engine.starts("r", "abcd") == Loading(0, 8)
+    assert engine.starts("r", "abcd") == Hit(8, 0)
     engine.steps()
     engine.steps("r")
     engine.rests()
@@ -296,13 +296,13 @@ def test_chunks_computed_after_a_load_are_stored_before_the_request_ends():
 
 def test_a_second_request_waits_for_a_prefix_that_is_loading():
     engine, copier = with_late_loads("abcd")
-    assert engine.starts("r", "abcd") == Loading(0, 16)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.host.begin_step()
     answer = engine.starts("s", "abcx")
-    assert isinstance(answer, Wait) and answer.deadline > time.monotonic()
+    assert isinstance(answer, Pending) and answer.deadline > time.monotonic()
     copier.loads[0].until_passed()
     assert engine.resumes(engine.host.end_step({})) == [("r", 16)]
-    assert engine.starts("s", "abcx") == Run()  # from what the device has
+    assert engine.starts("s", "abcx") == Miss()  # from what the device has
     assert engine.right("s") == [True, True, True, False]
     engine.steps("s")
     for id in ("r", "s"):
@@ -317,7 +317,7 @@ def test_after_the_deadline_it_loads_its_own_copy():
     engine.host.begin_step()
     answer = engine.starts("s", "abcd")
     time.sleep(max(0, answer.deadline - time.monotonic()))
-    assert engine.starts("s", "abcd") == Loading(0, 16)
+    assert engine.starts("s", "abcd") == Hit(16, 0)
     engine.host.begin_step()
     copier.loads[1].until_passed()
     assert not any(engine.right("r")) and all(engine.right("s"))
@@ -347,10 +347,10 @@ def test_a_request_that_is_preempted_while_it_loads_comes_back():
     engine.starts("r", "abcd")
     engine.steps()
     engine.ends("r", preempted=True)
-    assert isinstance(engine.starts("r", "abcd"), Wait)
+    assert isinstance(engine.starts("r", "abcd"), Pending)
     copier.loads[0].until_passed()
     assert engine.steps() == []
-    assert engine.starts("r", "abcd") == Loading(0, 16)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.steps()
     copier.loads[1].until_passed()
     assert engine.steps() == [("r", 16)]
@@ -364,7 +364,7 @@ def test_the_end_of_an_abandoned_load_is_not_taken_for_that_of_the_next():
     engine.starts("r", "abcd")
     engine.steps()
     engine.ends("r", preempted=True)
-    assert engine.starts("r", "wxyz") == Loading(0, 16)
+    assert engine.starts("r", "wxyz") == Hit(16, 0)
     engine.steps()
     copier.loads[0].until_passed()
     assert engine.steps() == []
@@ -377,7 +377,7 @@ def test_after_a_load_that_failed_a_request_computes_from_n0():
     engine = Engine(wrap_copier=FailingCopier)
     engine.serves("abcd")
     engine.forgets()
-    assert engine.starts("r", "abcd", n0=6, table=allocating) == Loading(4, 16)
+    assert engine.starts("r", "abcd", n0=6, table=allocating) == Hit(16, 4)
     assert engine.steps() == [("r", 6)]
     assert engine.host.statistics().cache.loads_failed == 1
     engine.steps("r")
@@ -400,12 +400,12 @@ def test_a_table_may_allocate_when_it_is_known_what_is_loaded():
 
         return allocate
 
-    assert engine.starts("r", "abcd", table=table) == Run() and not asked
+    assert engine.starts("r", "abcd", table=table) == Miss() and not asked
     engine.steps("r")
     engine.ends("r")
     engine.rests()
     engine.forgets()
-    assert engine.starts("r", "abcd", n0=4, table=table) == Loading(4, 16)
+    assert engine.starts("r", "abcd", n0=4, table=table) == Hit(16, 4)
     assert asked == [(4, 16)]
     engine.steps()
     assert engine.right("r") == [False, True, True, True]
@@ -415,7 +415,7 @@ def test_without_room_a_request_is_computed():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()
-    assert engine.starts("r", "abcd", table=lambda blocks: lambda start, boundary: None) == Run()
+    assert engine.starts("r", "abcd", table=lambda blocks: lambda start, boundary: None) == Miss()
     engine.steps("r")
     engine.ends("r")
     assert engine.host.statistics().cache.hit_tokens == 0
@@ -430,7 +430,7 @@ def test_a_table_that_does_not_fit_is_refused(table):
     with pytest.raises(MisuseError, match=r"destination|one list for each of 1 groups"):
         engine.starts("r", "abcd", table=lambda blocks: table)
     assert engine.host.statistics().cache.running == 0
-    assert engine.starts("r", "ab") == Loading(0, 8)  # in the blocks that are left
+    assert engine.starts("r", "ab") == Hit(8, 0)  # in the blocks that are left
 
 
 def test_a_table_that_raises_leaves_nothing_behind():
@@ -444,7 +444,7 @@ def test_a_table_that_raises_leaves_nothing_behind():
     with pytest.raises(MemoryError):
         engine.starts("r", "abcd", table=lambda blocks: full)
     assert engine.host.statistics().cache.running == 0
-    assert engine.starts("r", "ab") == Loading(0, 8)
+    assert engine.starts("r", "ab") == Hit(8, 0)
 
 
 # Misuse
@@ -588,7 +588,7 @@ def loaded_by_hybrid(n0, **options):
     """Places that are right on the device after [n0, 16) was loaded into a table for each group."""
     engine, keys = HybridEngine(**options), keys_of("abcd")
     chunks, node, tables = engine.takes(keys)
-    assert engine.starts("r", keys, 0, tables) == Run()
+    assert engine.starts("r", keys, 0, tables) == Miss()
     assert engine.host.boundaries("r") == [16]
     engine.host.begin_step()
     for _, _, block, wanted in engine.places(keys, tables):
@@ -603,7 +603,7 @@ def loaded_by_hybrid(n0, **options):
     for tensor in engine.tensors:
         tensor.fill_(POISON)
     chunks, node, tables = engine.takes(keys)
-    assert engine.starts("s", keys, n0, tables) == Loading(n0, 16)
+    assert engine.starts("s", keys, n0, tables) == Hit(16, n0)
     engine.host.begin_step()
     assert engine.host.end_step({}) == [("s", 16)]
     return engine.right(keys, tables)
@@ -688,7 +688,7 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(arena, "HostArena", pinned)
     monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr("cpu_prefix_cache.host_cache.host_cache.PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr("cpu_prefix_cache.host_cache.halves.PROGRESS_SECONDS", 0.001)
     return driver
 
 
@@ -757,12 +757,12 @@ def test_after_a_reset_nothing_is_found_and_running_loads_fail():
     engine.host.reset()
     assert engine.resumes(engine.host.drain()) == [("r", 0)]
     engine.ends("r")
-    assert engine.starts("s", "abcd") == Run()
+    assert engine.starts("s", "abcd") == Miss()
     engine.steps("s")
     engine.ends("s")
     engine.rests()
     engine.forgets()
-    assert engine.starts("t", "abcd") == Loading(0, 16)
+    assert engine.starts("t", "abcd") == Hit(16, 0)
 
 
 def test_closing_waits_for_loads():

@@ -4,11 +4,11 @@ import numpy
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, QueueDevice
+from cpu_prefix_cache import ConfigurationError, QueueDevice, RadixHostCache
+from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, WindowGroup
 from cpu_prefix_cache.host_cache import HostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.memory.parts import Role, blocks_first
-from tests.radix_trial import RadixTrial
 from tests.small_engine import SmallEngine
 
 BLOCKS = 8
@@ -25,6 +25,19 @@ def built(device=None, groups=None, kv=None, block_dim=2, **options):
     if groups is None:
         groups = [Prefix(keys_and_values(tensor() if kv is None else kv, block_dim=block_dim), block_tokens=TOKENS)]
     return HostCache(device, groups, **{"host_bytes": 1 << 14, "max_model_len": 100, "offload": "eager", **options})
+
+
+class Tree(RadixHostCache):
+    """A tree with nothing in it."""
+
+    num_waiting = 0
+    free_pages = free = parent = pages = last_use = locks = lock = None
+
+
+def built_tree(groups=None, num_pages=BLOCKS, chunk_tokens=TOKENS):
+    if groups is None:
+        groups = [Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=TOKENS)]
+    return Tree(num_pages, groups, chunk_tokens=chunk_tokens, host_bytes=1 << 14, max_model_len=100)
 
 
 def test_valid_options_are_accepted():
@@ -151,22 +164,40 @@ def test_tokens_of_a_block_are_given_twice():
 # The device
 
 
-@pytest.mark.parametrize("device", [lambda: SmallEngine(BLOCKS), lambda: RadixTrial(BLOCKS, 1, TOKENS).device])
+@pytest.mark.parametrize("build", [lambda groups: built(groups=groups), built_tree], ids=["queue", "radix"])
 @pytest.mark.parametrize("kind", [Window, ChunkLocal, State])
-def test_a_device_that_finds_no_checkpoints_is_none_for_windows_and_states(device, kind):
+def test_a_device_that_finds_no_checkpoints_is_none_for_windows_and_states(build, kind):
     """Nothing would be stored, and no counter would show it."""
     options = {} if kind is State else {"window_tokens": 8}
     attention, other = (keys_and_values(tensor(), block_dim=2) for _ in range(2))
     groups = [Prefix(attention, block_tokens=TOKENS), kind(other, block_tokens=TOKENS, **options)]
     with pytest.raises(ConfigurationError, match="has no find_checkpoint: nothing of a window"):
-        built(device(), groups)
+        build(groups)
+
+
+def test_the_deciding_half_alone_refuses_such_a_device():
+    groups = [WindowGroup(name="window", block_tokens=TOKENS, block_bytes=64, window_tokens=8)]
+    planner = HybridChunkPlanner(groups, max_model_len=100)
+    with pytest.raises(ConfigurationError, match="SmallEngine has no find_checkpoint"):
+        CPUPrefixCache(planner, SmallEngine(BLOCKS), host_blocks=16)
+
+
+def test_chunks_have_the_blocks_that_the_device_finds():
+    with pytest.raises(ConfigurationError, match="chunk_tokens must be the tokens of so many blocks"):
+        built(chunk_tokens=8)
 
 
 @pytest.mark.parametrize(
-    ("device", "chunk_tokens"),
-    [(lambda: SmallEngine(BLOCKS), 8), (lambda: RadixTrial(BLOCKS, 2, TOKENS).device, 4)],
-    ids=["queue", "radix"],
+    ("options", "told"),
+    [
+        ({"chunk_tokens": 6}, "multiple of"),
+        ({"chunk_tokens": 2}, "at least 1, got 8 pages and 0 to a chunk"),
+        ({"chunk_tokens": 4.0}, "chunk_tokens must be a whole number of at least 1, got 4.0"),
+        ({"num_pages": 0}, "at least 1, got 0 pages"),
+        ({"num_pages": 9}, "has 8 blocks, but the device hands out 9"),
+        ({"groups": []}, "groups are a list of Prefix"),
+    ],
 )
-def test_chunks_have_the_blocks_that_the_device_finds(device, chunk_tokens):
-    with pytest.raises(ConfigurationError, match="chunk_tokens must be the tokens of so many blocks"):
-        built(device(), chunk_tokens=chunk_tokens)
+def test_a_radix_tree_that_does_not_fit_is_refused(options, told):
+    with pytest.raises(ConfigurationError, match=told):
+        built_tree(**options)

@@ -2,17 +2,8 @@
 
 import pytest
 
-from cpu_prefix_cache.deciding import (
-    CPUPrefixCache,
-    Direction,
-    Hit,
-    HybridChunkPlanner,
-    Miss,
-    Pending,
-    PrefixGroup,
-    RankReport,
-    Request,
-)
+from cpu_prefix_cache import Hit, Miss, Pending
+from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, HybridChunkPlanner, PrefixGroup, RankReport, Request
 from cpu_prefix_cache.prefix_cache import STORE_SECONDS
 from property_tests.engines import QueueSlots, cache_options
 from tests.story import GRID, chain

@@ -10,8 +10,7 @@ import numpy
 import pytest
 import torch
 
-from cpu_prefix_cache import ChainHasher, MisuseError
-from cpu_prefix_cache.host_cache import Loading, Run
+from cpu_prefix_cache import ChainHasher, Hit, Miss, MisuseError
 from tests.small_engine import SmallEngine
 from tests.test_host_cache import GRID, Engine, HybridEngine, allocating, keys_of, with_late_loads
 
@@ -49,14 +48,14 @@ def start(host, id, keys, num_tokens, n0):
 @STRICT
 def test_two_loads_into_the_same_blocks(strict):
     engine, _ = with_late_loads("abcd", "wxyz", device_blocks=12, strict=strict)
-    assert engine.starts("r", "abcd") == Loading(0, 16)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.host.begin_step()
     if strict:
         refuses(engine, "s", "wxyz", "being filled by the load of request 'r'", lambda blocks: engine.tables["r"])
         engine.host.drain()
         assert all(engine.right("r"))
         return
-    assert engine.starts("s", "wxyz", table=lambda blocks: engine.tables["r"]) == Loading(0, 16)
+    assert engine.starts("s", "wxyz", table=lambda blocks: engine.tables["r"]) == Hit(16, 0)
     engine.host.begin_step()
     assert engine.host.drain() == [("r", 16), ("s", 16)]
     assert not any(engine.right("r"))
@@ -70,7 +69,7 @@ def test_blocks_of_an_aborted_load_that_still_moves():
     engine.ends("r")
     refuses(engine, "s", "wxyz", "being filled by the load of request 'r'", lambda blocks: filled)
     engine.host.drain()
-    assert engine.starts("s", "wxyz") == Loading(0, 16)
+    assert engine.starts("s", "wxyz") == Hit(16, 0)
 
 
 @STRICT
@@ -82,7 +81,7 @@ def test_a_load_into_what_another_request_has_computed(strict):
         refuses(engine, "s", "abcd", "has the key of a chunk", lambda blocks: engine.tables["r"])
         assert all(engine.right("r"))
         return
-    assert engine.starts("s", "abcd", table=lambda blocks: engine.tables["r"]) == Loading(0, 16)
+    assert engine.starts("s", "abcd", table=lambda blocks: engine.tables["r"]) == Hit(16, 0)
     engine.steps()
     assert not any(engine.right("r"))
 
@@ -94,9 +93,23 @@ def test_a_load_into_blocks_that_are_free(strict):
     if strict:
         refuses(engine, "r", "abcd", "is in the queue", lambda blocks: free)
         return
-    assert engine.starts("r", "abcd", table=lambda blocks: free) == Loading(0, 16)
+    assert engine.starts("r", "abcd", table=lambda blocks: free) == Hit(16, 0)
     engine.steps()
     assert set(free) <= set(engine.blocks.free_blocks), "they are handed out while the request believes it has them"
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 0, 1, 2]], ids=["two exchanged", "all one further on"])
+@pytest.mark.parametrize("ends", [True, False])
+@STRICT
+def test_a_load_into_its_own_blocks_in_another_order(order, ends, strict):
+    """Their number is right, and the request reads the KV of other tokens."""
+    engine = served("abcd", strict=strict)
+    assert engine.starts("r", "abcd", table=lambda blocks: [blocks[at] for at in order]) == Hit(16, 0)
+    engine.steps()
+    assert not all(engine.right("r"))
+    told = "chunk 0 was loaded into block ., but the device finds it in block ., which another place has filled"
+    with pytest.raises(MisuseError, match=told) if strict else nullcontext():
+        engine.ends("r") if ends else engine.steps("r")
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -109,7 +122,7 @@ def test_a_load_into_a_block_of_two_requests(shares, monkeypatch):
         return blocks
 
     if shares:
-        assert engine.starts("r", "abcd", table=shared) == Loading(0, 16)
+        assert engine.starts("r", "abcd", table=shared) == Hit(16, 0)
         return
     with pytest.raises(MisuseError, match="has 2 users"):
         engine.starts("r", "abcd", table=shared)
@@ -131,7 +144,7 @@ def test_a_pool_of_ours_knows_which_blocks_are_allocated():
 def test_a_block_that_does_not_exist(wrong, given, strict):
     engine = served("abcd", strict=strict)
     refuses(engine, "r", "abcd", f"block {wrong} does not exist", lambda blocks: given([*blocks[:2], wrong, blocks[3]]))
-    assert engine.starts("r", "abcd"[:2]) == Loading(0, 8)
+    assert engine.starts("r", "abcd"[:2]) == Hit(8, 0)
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None], ids=repr)
@@ -150,7 +163,7 @@ def test_a_table_is_more_than_a_number(table):
 )
 def test_numbers_come_in_any_form(form):
     engine = served("abcd")
-    assert engine.starts("r", "abcd", table=form) == Loading(0, 16)
+    assert engine.starts("r", "abcd", table=form) == Hit(16, 0)
     engine.steps()
     assert all(engine.right("r"))
 
@@ -333,7 +346,7 @@ def test_a_prompt_that_a_fork_starts_is_not_loaded():
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert engine.starts("r", "abcd") == Loading(0, 16)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.steps()
     assert all(engine.right("r"))
 
@@ -342,10 +355,10 @@ def test_correct_use_raises_no_misuse_error():
     engine = Engine()
     engine.serves("abcd")
     engine.forgets()
-    assert engine.starts("r", "abcd") == Loading(0, 16)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.steps()
     engine.ends("r")
     engine.rests()
-    assert engine.starts("s", "abcd") == Run()
+    assert engine.starts("s", "abcd") == Miss()
     engine.ends("s")
     assert engine.is_at_rest()

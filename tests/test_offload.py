@@ -5,15 +5,12 @@ from unittest import mock
 
 import pytest
 
-from cpu_prefix_cache import POLICIES, MisuseError
+from cpu_prefix_cache import POLICIES, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
     EngineSteps,
-    Hit,
     HybridChunkPlanner,
-    Miss,
-    Pending,
     PooledDevice,
     PrefixGroup,
     RankReport,

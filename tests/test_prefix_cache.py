@@ -2,15 +2,12 @@
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache import ConfigurationError, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
     Direction,
-    Hit,
     HybridChunkPlanner,
-    Miss,
-    Pending,
     PooledDevice,
     RankReport,
     Request,

@@ -4,9 +4,9 @@ from itertools import islice
 
 import pytest
 
-from cpu_prefix_cache import RadixDevice
+from cpu_prefix_cache.deciding import RadixDevice
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from tests.radix_trial import Pages, RadixTrial
+from tests.radix_trial import Host, RadixTrial
 
 A, B, C = (bytes([each]) * 16 for each in b"ABC")
 
@@ -70,7 +70,7 @@ def test_pages_may_be_counted_from_one():
 
 def test_keys_beyond_the_pages_are_left_for_later(trial):
     request = serve(trial, [A], [1, 2])
-    trial.device.computed([A, B], request.pages)
+    trial.device.keyed([A, B], request.pages)
     assert trial.device.find(B) is None
 
 
@@ -87,13 +87,13 @@ def test_keys_are_bytes(trial):
 
 def test_pages_that_were_never_placed(trial):
     with pytest.raises(MisuseError, match=r"page 4 is in no node: .* call placed\(node\)"):
-        trial.device.computed([A], [4, 5])
+        trial.device.keyed([A], [4, 5])
 
 
 def test_pages_that_are_not_those_of_the_tree(trial):
     serve(trial, [A], [1, 2])
     with pytest.raises(MisuseError, match="the whole prefix, in token order"):
-        trial.device.computed([A], [2, 3])
+        trial.device.keyed([A], [2, 3])
 
 
 def test_pages_that_left_the_tree_unheard(trial):
@@ -133,7 +133,7 @@ def test_pages_that_a_load_must_not_fill(trial):
         trial.device.check_own(request.pages)
 
 
-class Asked(Pages):
+class Asked(Host):
     """Counts its reads of the tree's nodes."""
 
     asked = 0

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from cpu_prefix_cache import Hit
 from cpu_prefix_cache.deciding import (
     CPUPrefixCache,
     Direction,
     EngineSteps,
-    Hit,
     HybridChunkPlanner,
     PrefixGroup,
     RankReport,

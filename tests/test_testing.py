@@ -6,7 +6,7 @@ import pytest
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.testing import check_device
-from tests.radix_trial import Pages, RadixTrial
+from tests.radix_trial import Host, RadixTrial
 from tests.small_engine import SmallEngine, SmallRequest
 
 
@@ -234,48 +234,48 @@ def test_a_hold_may_be_of_nothing():
         check_device(lambda: HoldsAtLeastOne(7), examples=1)
 
 
-class EvictsUnheard(Pages):
+class EvictsUnheard(Host):
     def evicted(self, pages):
         """The engine does not report it."""
 
 
-class FreesUnderALoad(Pages):
+class FreesUnderALoad(Host):
     def give_back(self, pages):
         self.free(list(pages))
 
 
-class SplitsUnheard(Pages):
+class SplitsUnheard(Host):
     def placed(self, node):
         """The engine reports new leaves only."""
         if not node.children:
             super().placed(node)
 
 
-class LocksNothing(Pages):
+class LocksNothing(Host):
     def lock(self, node, by):
         """Holds of nodes have no effect."""
 
 
-class CountsNoFreePages(Pages):
+class CountsNoFreePages(Host):
     @property
     def num_waiting(self):
-        return self.cache.evictable
+        return self.tree.evictable
 
 
-class SaysYoungestFirst(Pages):
+class SaysYoungestFirst(Host):
     def last_use(self, node):
         return -node.last_use
 
 
-class FindsOneByOneOnly(Pages):
+class FindsOneByOneOnly(Host):
     def find_all(self, keys):
         return [None for _ in keys]
 
 
-class PromisesTooMuch(Pages):
+class PromisesTooMuch(Host):
     @property
     def num_promised(self):
-        return len(self.cache.free_pages) + 3
+        return len(self.tree.free_pages) + 3
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_fault_in_a_radix_engine_is_found_and_named(device, told):
 
 
 def test_an_engine_may_place_only_the_new_half_of_a_split():
-    class TellsOfUpper(Pages):
+    class TellsOfUpper(Host):
         def placed(self, node):
             if self._node[node.pages[0]] is not node:
                 super().placed(node)

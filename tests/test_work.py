@@ -2,11 +2,11 @@
 
 import pytest
 
+from cpu_prefix_cache import Pending
 from cpu_prefix_cache.deciding import (
     CPUPrefixCache,
     EngineSteps,
     HybridChunkPlanner,
-    Pending,
     PooledDevice,
     PrefixGroup,
     RankReport,

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from cpu_prefix_cache import FileTier, HostCache, Loading, Prefix, Run, Wait, keys_and_values
+from cpu_prefix_cache import FileTier, Hit, HostCache, Miss, Pending, Prefix, keys_and_values
 from tests.small_engine import SmallEngine
 
 TOKENS = 16
@@ -68,9 +68,9 @@ class Stage:
             on_device=0,
             allocate=lambda start, boundary: request.blocks[start // TOKENS : boundary // TOKENS],
         )
-        while isinstance(answer := start(), Wait):
+        while isinstance(answer := start(), Pending):
             self.step()
-        if isinstance(answer, Loading):
+        if isinstance(answer, Hit):
             ended = dict(self.step())
             while prompt not in ended:
                 ended = dict(self.step())
@@ -81,7 +81,7 @@ class Stage:
         self.host.end(prompt, CHUNKS * TOKENS)
         self.engine.free(request)
         self.settle()
-        return not isinstance(answer, Run), right
+        return not isinstance(answer, Miss), right
 
     def step(self) -> list:
         self.host.begin_step()

@@ -68,7 +68,8 @@ from connector.vllm.messages import WorkerReports
 from connector.vllm.metrics import TransferTimes
 from connector.vllm.pool_view import _place
 from connector.vllm.rank_tier import Onlooker
-from cpu_prefix_cache.deciding import Direction, Hit, Miss, Pending, RankReport
+from cpu_prefix_cache import Hit, Miss, Pending
+from cpu_prefix_cache.deciding import Direction, RankReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.slab.records import SIZE
 from cpu_prefix_cache.slab.sizing import SMALL_FILES_BYTES

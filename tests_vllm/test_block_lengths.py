@@ -27,8 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from connector.vllm import groups as groups_module
 from connector.vllm.groups import device_blocks_per_chunk, planned_group_ids, planner_for
 from connector.vllm.keys import ChunkKeys
-from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import Miss
+from cpu_prefix_cache import ConfigurationError, Miss
 from tests_vllm.engine import Engine, full, local, state, vllm_config, window
 from tests_vllm.planning import get_kv_cache_groups
 from tests_vllm.test_groups import forget, start  # noqa: F401 a fixture

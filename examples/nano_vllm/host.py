@@ -4,7 +4,7 @@
 `abort`, and the calls of `Host`.
 """
 
-from cpu_prefix_cache import HostCache, Prefix, QueueDevice, Run, keys_and_values
+from cpu_prefix_cache import HostCache, Miss, Prefix, QueueDevice, keys_and_values
 
 
 class Blocks(QueueDevice):
@@ -51,7 +51,7 @@ class Host:
         keys = self.manager.keys(seq, seq.num_tokens // size)
         n0 = cached * size
         answer = self.cache.start(seq.seq_id, keys, num_tokens=seq.num_tokens, on_device=n0, allocate=allocate)
-        return answer == Run()
+        return answer == Miss()
 
     def end(self, seq):
         if seq.block_table:  # it was started

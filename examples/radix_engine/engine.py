@@ -1,4 +1,4 @@
-"""A small engine with a radix tree, to show the calls of a HostCache in `host.py`. It runs with and without one.
+"""A small engine with a radix tree, to show the calls of a RadixHostCache in `host.py`. It runs with and without one.
 
     PageCache    pages: free, in the tree, or in a request. A node of the tree has whole pages.
     Engine       steps: admit requests, compute a chunk of each prompt or a token of each answer, keep it in the tree

@@ -12,14 +12,14 @@ Nothing here imports torch before a `HostCache` is made.
 """
 
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, HostStatistics, Loading, Run, Wait
+from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, HostStatistics, RadixHostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PrefixCacheError
 from cpu_prefix_cache.messages.options import OFFLOAD_MODES
+from cpu_prefix_cache.messages.request import Hit, Miss, Pending
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.queue_device import QueueDevice
-from cpu_prefix_cache.offload.radix_device import RadixDevice
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.stores.settings import SharedTier
@@ -33,23 +33,23 @@ __all__ = [
     "CopierWrapper",
     "Device",
     "FileTier",
+    "Hit",
     "HostCache",
     "HostStatistics",
     "KVGroup",
-    "Loading",
+    "Miss",
     "MisuseError",
     "MultimodalItem",
     "OFFLOAD_MODES",
     "POLICIES",
+    "Pending",
     "Prefix",
     "PrefixCacheError",
     "QueueDevice",
-    "RadixDevice",
-    "Run",
+    "RadixHostCache",
     "SharedTier",
     "State",
     "Thresholds",
-    "Wait",
     "Window",
     "__version__",
     "keys_and_values",

@@ -27,7 +27,7 @@ from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesSto
 from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
-from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Hit, Miss, Pending, Request
+from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Request
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
 from cpu_prefix_cache.model.codec import CODECS, RAW, Codec, codec_of
@@ -41,6 +41,7 @@ from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.offload.forgetting import Forgetting
 from cpu_prefix_cache.offload.places import FRONT, Places
 from cpu_prefix_cache.offload.prefill_rate import MIN_TIMED_TOKENS, PrefillRate
+from cpu_prefix_cache.offload.radix_device import RadixDevice
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
@@ -71,17 +72,14 @@ __all__ = [
     "Forgetting",
     "Group",
     "GroupCopy",
-    "Hit",
     "HybridChunkPlanner",
     "InternalError",
     "KVCacheCoordinator",
     "Lease",
     "MIN_TIMED_TOKENS",
     "MISS",
-    "Miss",
     "Notes",
     "OVERHEAD_SECONDS",
-    "Pending",
     "Piece",
     "PieceAt",
     "PieceNeed",
@@ -93,6 +91,7 @@ __all__ = [
     "PrefillRate",
     "PrefixGroup",
     "RAW",
+    "RadixDevice",
     "RankReport",
     "Request",
     "Resolved",

@@ -93,10 +93,7 @@ def check_layout(groups: Sequence[KVGroup], num_blocks: int) -> None:
 
     One more is right, a null block; still more also, unless another dimension has as many as are right.
     """
-    if not isinstance(groups, Sequence) or not all(isinstance(each, KVGroup) for each in groups):
-        raise ConfigurationError(
-            f"groups are a list of Prefix, Window, ChunkLocal, State or KVGroup, one for each table, got {groups!r}"
-        )
+    check_groups(groups)
     for group in groups:
         for part in group.parts:
             blocks, named = part.rows.shape[0], f"the {part} of group {group.group.name!r}"
@@ -111,6 +108,14 @@ def check_layout(groups: Sequence[KVGroup], num_blocks: int) -> None:
                     f"{named} has {blocks} blocks, but the device hands out {num_blocks}, and another dimension is of "
                     f"size {likelier[0]}: give block_dim the dimension of the blocks"
                 )
+
+
+def check_groups(groups: Sequence[KVGroup]) -> None:
+    """Raise ConfigurationError for what is no list of groups, and for none."""
+    if not isinstance(groups, Sequence) or not groups or not all(isinstance(each, KVGroup) for each in groups):
+        raise ConfigurationError(
+            f"groups are a list of Prefix, Window, ChunkLocal, State or KVGroup, one for each table, got {groups!r}"
+        )
 
 
 def keys_and_values(*tensors: "torch.Tensor", block_dim: int, kv_dim: int = 0) -> Parts:

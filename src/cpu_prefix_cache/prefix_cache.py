@@ -35,7 +35,7 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS, Edge, Ended
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
@@ -105,6 +105,7 @@ class CPUPrefixCache:
         is_above_tier: bool = False,
     ) -> None:
         _check(planner, host_blocks, options.checkpoint_interval)
+        check_fits(device, planner)
         offload = options.offload
         self.planner = planner
         self._device = device

@@ -6,11 +6,11 @@ Nobody copies bytes between device and host. A test moves the ranks' tiers: `wor
 from collections.abc import Iterable
 from typing import Any
 
+from cpu_prefix_cache import Hit
 from cpu_prefix_cache.deciding import (
     BlockPool,
     Direction,
     Group,
-    Hit,
     HybridChunkPlanner,
     PooledDevice,
     PrefixGroup,

@@ -5,13 +5,11 @@
 
 import pytest
 
+from cpu_prefix_cache import Hit, Miss, Pending
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
-    Hit,
     HybridChunkPlanner,
-    Miss,
-    Pending,
     PooledDevice,
     RankReport,
     TieredCache,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache.deciding import Hit, Miss, Pending
+from cpu_prefix_cache import Hit, Miss, Pending
 from tests.tiers.small_tier import Shared, Tiered
 
 

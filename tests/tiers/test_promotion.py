@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import Direction, Hit, Miss, Pending, Request
+from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
+from cpu_prefix_cache.deciding import Direction, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache.deciding import Hit, Miss, Pending, Request
+from cpu_prefix_cache import Hit, Miss, Pending
+from cpu_prefix_cache.deciding import Request
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.tier import Told
 from cpu_prefix_cache.model.hashing import checkpoint_key

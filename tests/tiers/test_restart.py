@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cpu_prefix_cache.deciding import Direction, Hit, HybridChunkPlanner, Miss, Pending, RankReport
+from cpu_prefix_cache import Hit, Miss, Pending
+from cpu_prefix_cache.deciding import Direction, HybridChunkPlanner, RankReport
 from cpu_prefix_cache.messages.generations import RANGE
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Found, TierReport

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from batching_engine import Blocks, BlocksDevice
-from cpu_prefix_cache import FileTier, HostCache, Loading, Prefix, Wait, keys_and_values
+from cpu_prefix_cache import FileTier, Hit, HostCache, Pending, Prefix, keys_and_values
 from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.tiers import tier_cache
 
@@ -139,10 +139,10 @@ class Engine:
         n0 = len(cached) * TOKENS
         start = partial(self.host.start, num_tokens=PROMPT, on_device=n0, allocate=allocate)
         answer = self._timed(start, request.id, request.keys)
-        if isinstance(answer, Wait):
+        if isinstance(answer, Pending):
             return False
         request.computed = n0
-        if isinstance(answer, Loading):
+        if isinstance(answer, Hit):
             self.loading[request.id] = request
         else:
             allocate(n0, n0)

@@ -40,13 +40,11 @@ from connector.atom.settings import Settings
 from connector.atom.state_device import StateDevice
 from connector.atom.states import States
 from connector.tier.revision import reset
-from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache import ConfigurationError, Hit, MisuseError, Pending
 from cpu_prefix_cache.deciding import (
     MISS,
     Answer,
     CPUPrefixCache,
-    Hit,
-    Pending,
     RankReport,
     Request,
     Resolved,

@@ -50,13 +50,13 @@ from cpu_prefix_cache import (
     ConfigurationError,
     CopierWrapper,
     FileTier,
+    Hit,
     HostCache,
     HostStatistics,
-    Loading,
     MisuseError,
+    Pending,
     SharedTier,
     Thresholds,
-    Wait,
 )
 from cpu_prefix_cache.deciding import (
     CacheStatistics,
@@ -622,9 +622,9 @@ class PrefixCachedGenerator:
             on_device=n0,
             allocate=partial(self._room, sequence),
         )
-        while isinstance(answer := ask(), Wait):
+        while isinstance(answer := ask(), Pending):
             _copy(host)
-        if not isinstance(answer, Loading):
+        if not isinstance(answer, Hit):
             return
         sequence.table.length = dict(_copy(host))[sequence.id]
         self._commit(sequence)
@@ -839,7 +839,7 @@ def _told(sequence: _Sequence) -> int:
 
 
 def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
-    """A step of the host cache and the end of all its copies. The loads that have ended, as from `HostCache.wait`."""
+    """A step of the host cache and the end of all its copies. The loads that have ended, as from `HostCache.drain`."""
     try:
         host.begin_step()
     finally:  # also after an interrupt, wait for the transfers and resolve them

@@ -41,7 +41,8 @@ from connector.vllm.pool_view import PoolView
 from connector.vllm.requests import Known, KnownRequests
 from connector.vllm.resets import UNTIL, Resets
 from connector.vllm.settings import Settings
-from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, Hit, Pending, Request, StepPlan, TierCache, TieredCache
+from cpu_prefix_cache import Hit, Pending
+from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, Request, StepPlan, TierCache, TieredCache
 from cpu_prefix_cache.tier import TierPlan
 
 logger = logging.getLogger(__name__)

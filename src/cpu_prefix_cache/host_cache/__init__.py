@@ -1,5 +1,7 @@
 """Both halves of the host cache in one object, for an engine in one process; and the tier below it, if there is one."""
 
-from cpu_prefix_cache.host_cache.host_cache import CopierWrapper, HostCache, HostStatistics, Loading, Run, Wait
+from cpu_prefix_cache.host_cache.halves import CopierWrapper, HostStatistics
+from cpu_prefix_cache.host_cache.host_cache import HostCache
+from cpu_prefix_cache.host_cache.radix_host_cache import RadixHostCache
 
-__all__ = ["CopierWrapper", "HostCache", "HostStatistics", "Loading", "Run", "Wait"]
+__all__ = ["CopierWrapper", "HostCache", "HostStatistics", "RadixHostCache"]

@@ -31,6 +31,26 @@ class Destinations:
         """Destinations among blocks that were allocated for this load."""
         return self._checked(self._by_group(blocks), hit)
 
+    def check_found(self, keys: Sequence[bytes], hit: Hit, destinations: list[list[int]]) -> None:
+        """A load has filled these, or its request has. Where the device finds a chunk in one of them, it must be one
+        that the load has filled with this chunk: else the engine has them in another order.
+        """
+        planner = self._cache.planner
+        chunks = range(planner.full_chunks(hit.start), min(planner.full_chunks(hit.boundary), len(keys)))
+        filled = {at: list[int]() for at in chunks}
+        for piece, blocks in zip(planner.pieces, destinations, strict=True):
+            width = piece.device_blocks if piece.in_chunk else 0
+            for number, at in enumerate(chunks):
+                filled[at] += blocks[number * width : (number + 1) * width]
+        own = set(chain.from_iterable(filled.values()))
+        for at, blocks in filled.items():
+            for block, found in zip(blocks, self._device.find(keys[at]) or (), strict=False):
+                if found != block and found in own:
+                    raise MisuseError(
+                        f"chunk {at} was loaded into block {block}, but the device finds it in block {found}, which "
+                        "another place has filled: allocate answers with blocks of [start, boundary), in token order"
+                    )
+
     def _by_group(self, given: Any) -> list[list[Any]]:
         """A list for each group. With one group a plain list of blocks will do."""
         blocks, num_groups = _listed(given), len(self._names)

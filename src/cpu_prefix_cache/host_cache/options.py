@@ -32,7 +32,7 @@ def _is_positive(value: object) -> bool:
 
 # A class has the members of its instances, and is none.
 _DEVICE = _Kind(
-    "an instance of QueueDevice, RadixDevice, PooledDevice or another Device",
+    "an instance of QueueDevice, PooledDevice or another Device",
     lambda value: isinstance(value, Device) and not isinstance(value, type),
 )
 _OPTIONS: Mapping[str, _Kind] = {

@@ -37,7 +37,7 @@ def is_integer(value: object) -> TypeGuard[int]:
     >>> is_integer(16), is_integer(16.0), is_integer(True)
     (True, False, False)
     """
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:

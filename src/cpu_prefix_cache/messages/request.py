@@ -30,7 +30,10 @@ class CheckpointAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Tokens [start, boundary) can be loaded. `start` is n0, rounded down to a boundary (rule 8)."""
+    """The host has tokens [start, boundary), where `start` is n0 rounded down to a boundary (rule 8).
+
+    `lookup` finds that they can be loaded, `HostCache.start` has begun to load them.
+    """
 
     boundary: int
     start: int = 0
@@ -38,12 +41,14 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The host has nothing beyond what the device has."""
+    """Nothing is loaded: the host has nothing beyond what the device has, or the engine has no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Look up again when a load has ended, or at `deadline`, in seconds, at the latest (rule 12)."""
+    """Ask again when a load has ended (rule 12). At `deadline` at the latest the answer will be another: in seconds, of
+    `time.monotonic` where the cache has a clock.
+    """
 
     deadline: float
 

@@ -8,7 +8,7 @@
                   a destination: private; if the request gives it back, it becomes free when the hold ends
 
 A page is a device block. The tree knows tokens and the cache knows keys, so the engine reports which pages are a chunk
-(`computed`), which node has a page (`placed`), and which pages have left the tree (`evicted`). Two chunks share their
+(`keyed`), which node has a page (`placed`), and which pages have left the tree (`evicted`). Two chunks share their
 pages until their tokens part, so only the last page of a chunk is its own. It stands for the chunk in the order of
 eviction.
 
@@ -155,7 +155,7 @@ class RadixDevice(Device):
             self._hang(self._placed[lower])
         self._queue(placed)
 
-    def computed(self, keys: Sequence[bytes], pages: Numbers) -> None:
+    def keyed(self, keys: Sequence[bytes], pages: Numbers) -> None:
         """The tree has `pages`: those of a prefix, from its first token on, in token order.
 
         The chunks that they fill are found under `keys` from now on. Chunks that are known already cost nothing.
@@ -196,6 +196,19 @@ class RadixDevice(Device):
             self.free(free)
 
     # Called by the cache
+
+    def check_path(self, pages: Sequence[int]) -> None:
+        """Raise MisuseError unless the tree has these pages on one path, from its first page on, in this order."""
+        path: list[int] = []
+        node = self._node[pages[-1]] if pages and pages[-1] < len(self._node) else None
+        while node is not None and id(node) in self._placed:
+            path[:0] = numbers(self.pages(node))
+            node = self.parent(node)
+        if pages != path[: len(pages)]:
+            raise MisuseError(
+                f"a prefix is given as pages {pages}, but the tree has {path} up to the last of them: give the "
+                "tree's pages of the whole prefix, in token order, after placed(node)"
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -269,7 +282,7 @@ class RadixDevice(Device):
             if page >= len(self._node) or self._node[page] is None:
                 raise MisuseError(
                     f"page {page} is in no node: insert pages into the tree, and call placed(node) for every node that "
-                    f"gets pages, before computed(keys, pages)"
+                    f"gets pages, before its chunks are keyed"
                 )
         last = pages[-1]
         if last in self._key:
@@ -283,8 +296,8 @@ class RadixDevice(Device):
     def _check_same(self, key: bytes, pages: Sequence[int]) -> None:
         if self._chunks[key] != list(pages):
             raise MisuseError(
-                f"a chunk is in pages {self._chunks[key]} of the tree, but computed() got {list(pages)}: it needs the "
-                f"tree's pages of the whole prefix, in token order, and evicted() those that have left the tree"
+                f"a chunk is in pages {self._chunks[key]} of the tree, but was given as {list(pages)}: give the "
+                f"tree's pages of the whole prefix, in token order, and call evicted() for those that have left it"
             )
 
     def _free_pages(self) -> Iterator[int]:

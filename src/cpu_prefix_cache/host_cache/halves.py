@@ -1,0 +1,440 @@
+"""Halves: both halves of the host cache for one engine, and what both kinds of host cache have in common.
+
+It owns the host region, the copier, the copying threads, the CPUPrefixCache, the clock, and which load belongs to which
+request. `host_cache.py` has the calls.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
+
+from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
+from cpu_prefix_cache.host_cache.destinations import Destinations
+from cpu_prefix_cache.host_cache.host_tier import HostCacheTier
+from cpu_prefix_cache.host_cache.options import check_options
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.numbers import Numbers
+from cpu_prefix_cache.messages.options import CacheOptions
+from cpu_prefix_cache.messages.plan import RankReport
+from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
+from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+from cpu_prefix_cache.slab.identity import check_identity
+from cpu_prefix_cache.slab.tier import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+    from cpu_prefix_cache.copier.base import Copier
+    from cpu_prefix_cache.kv_layout import KVGroup
+
+PROGRESS_SECONDS = 0.25
+TWINS = 256  # requests that ended lately: more than run at once with the same prompt
+CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
+Blocks = Numbers  # of device blocks
+# Gives the blocks that a load of tokens [start, boundary) fills, of one group or a list for each. None: no room.
+Allocate = Callable[[int, int], Blocks | Sequence[Blocks] | None]
+Computed = Mapping[Any, int] | Iterable[tuple[Any, int]]  # how many tokens of each request have KV
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatistics:
+    """A HostCache at one moment: its CPUPrefixCache, how many bytes are prepared, and calls that had no effect."""
+
+    cache: CacheStatistics
+    host_bytes: int
+    ready_bytes: int  # grows to host_bytes while the region is pinned
+    reported_not_on_device: int  # times a request ended, and the device did not have its last computed chunk
+    unknown_request: int  # reports of requests that do not run
+    tier: TierStatistics | None = None
+
+
+class Halves:
+    """All of a HostCache but how an engine reports what it has computed: for `_end_step` and `_end` of a subclass."""
+
+    def __init__(
+        self,
+        device: Device,
+        groups: "Sequence[KVGroup]",
+        *,
+        host_bytes: int,
+        max_model_len: int,
+        chunk_tokens: int | None = None,
+        max_step_tokens: int = 8192,
+        offload: str = "lazy",
+        policy: str = "lru",
+        thresholds: Thresholds = NO_THRESHOLDS,
+        checkpoint_interval: int | None = None,
+        min_load_tokens: int | None = 0,
+        threads: bool | None = None,
+        load_seconds: float | None = None,
+        strict: bool = False,
+        wrap_copier: CopierWrapper | None = None,
+        below: Tier | None = None,
+    ) -> None:
+        from cpu_prefix_cache.copier.choose import choose_copier
+        from cpu_prefix_cache.copier.worker import CopyWorker
+        from cpu_prefix_cache.kv_layout import check_layout
+        from cpu_prefix_cache.memory.arena import HostArena
+
+        check_options(
+            device=device,
+            host_bytes=host_bytes,
+            max_model_len=max_model_len,
+            chunk_tokens=chunk_tokens,
+            max_step_tokens=max_step_tokens,
+            policy=policy,
+            thresholds=thresholds,
+            checkpoint_interval=checkpoint_interval,
+            min_load_tokens=min_load_tokens,
+            threads=threads,
+            load_seconds=load_seconds,
+            strict=strict,
+            wrap_copier=wrap_copier,
+        )
+        check_layout(groups, device.num_blocks)
+        _check_only_one_behind(device)
+        planner = HybridChunkPlanner(
+            [each.group for each in groups],
+            max_model_len=max_model_len,
+            grid_tokens=chunk_tokens,
+            in_pages=below is not None,
+        )
+        num_blocks = _num_blocks(planner, host_bytes)
+        tensors = [each.tensors for each in groups]
+        on = tensors[0][0].device
+        is_cuda = on.type == "cuda"
+        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None)
+        copier = choose_copier(
+            planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
+        ).copier
+        options = CacheOptions(
+            offload=offload,
+            policy=policy,
+            store_after=thresholds.store_after,
+            min_store_tokens=thresholds.min_store_tokens,
+            checkpoint_interval=checkpoint_interval,
+            min_load_tokens=min_load_tokens,
+        )
+        engine = EngineTraits(
+            steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
+            exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
+        )
+        ready = self._arena.ready_blocks
+        self._tier: HostCacheTier | None = None
+        if below is not None:
+            self._tier = HostCacheTier(
+                below, planner, groups, self._arena.blocks, device, ready_blocks=ready, options=options, engine=engine
+            )
+            self.cache: CPUPrefixCache = self._tier.cache
+        else:
+            self.cache = CPUPrefixCache(
+                planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
+            )
+        self._worker = CopyWorker(
+            0,
+            copier if wrap_copier is None else wrap_copier(copier, tensors),
+            self._arena,
+            threads=is_cuda if threads is None else threads,
+            load_seconds=load_seconds,
+        )
+        self._device = device
+        self._destinations = Destinations(self.cache, device, groups, strict=strict)
+        self._strict = strict
+        self._max_model_len = max_model_len
+        self._process, self._is_closed = os.getpid(), False
+        self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
+        self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
+        self._filled: dict[Hashable, tuple[Hit, list[list[int]]]] = {}  # id -> what it loads, and where; with `strict`
+        # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
+        self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
+        self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
+        self._not_on_device = self._unknown = 0
+        _behind[id(device)] = self
+
+    def prepare(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Wait until the host region is pinned, for an engine whose kernel launches pinning must not delay.
+
+        Meanwhile `progress(ready_bytes, host_bytes)` is called some times a second, and at the end. Less may be ready
+        then: where the machine has no more memory, the rest of the region is not used.
+        """
+        self._check_usable()
+        is_over = False
+        while not is_over:
+            is_over = self._arena.wait_until_ready(PROGRESS_SECONDS)
+            if progress is not None:
+                progress(self._ready_bytes, self._host_bytes)
+        self.cache.report(RankReport(0, ready_blocks=self._arena.ready_blocks))
+
+    def start(
+        self, id: Hashable, keys: Sequence[bytes], *, num_tokens: int, on_device: int, allocate: Allocate
+    ) -> Answer:
+        """Start a request of `num_tokens` tokens of which the device has the first `on_device`.
+
+        `keys[i]` is the key of chunk i, at least 16 bytes; the list may grow while the request runs. After Hit and Miss
+        the request runs until `end`; after Pending nothing has changed. If tokens [start, boundary) can be loaded,
+        `allocate` gives the device blocks that they fill, which nobody else reads, and after Hit they are being loaded;
+        None: there is no room, a Miss. Where `on_device` lies in the middle of a chunk, the whole chunk is loaded.
+
+        Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
+        or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
+        null, or named twice; with `strict` also for those that another request or load uses, and for a key that comes
+        twice.
+        """
+        self._check_usable()
+        self._check_start(id, keys, num_tokens, on_device)
+        request, now = Request(id, keys, num_tokens), time.monotonic()
+        answer = self.cache.lookup(request, on_device, now)
+        if isinstance(answer, Pending):
+            return answer
+        destinations = self._destinations_of(allocate, answer) if isinstance(answer, Hit) else None
+        self._keys[id] = keys
+        if self._tier is not None:
+            self._tier.started(id, on_device)
+        if destinations is None or not isinstance(answer, Hit):
+            self.cache.admit(request, on_device, now=now)
+            return MISS
+        self.cache.admit(request, on_device, answer.boundary, now)
+        transfer = self.cache.load(id, answer.boundary, destinations, now)
+        self._loads[id] = transfer, on_device, answer.boundary
+        if self._strict:
+            self._filled[id] = answer, destinations
+        return answer
+
+    def begin_step(self) -> None:
+        """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
+        self._check_usable()
+        self._left.append(set())
+        self._worker.run(self.cache.step())
+        if self._tier is not None:
+            self._tier.run()
+        self.cache.catch_up()
+
+    def drain(self) -> list[tuple[Hashable, int]]:
+        """Wait for all copies that have begun. Loads that have ended, as from `end_step`. For an engine at rest.
+
+        What a shared store does not answer ends by its timeouts, some seconds.
+        """
+        self._check_usable()
+        self._worker.drain()
+        if self._tier is not None:
+            self._tier.drain()
+        return self._report()
+
+    def boundaries(self, id: Hashable) -> list[int]:
+        """Tokens of a running request's prompt where steps should end, so that the device has checkpoints there.
+
+        Ascending; none in a model that needs no checkpoints. Raises MisuseError for a request that does not run.
+        """
+        self._check_usable()
+        return self.cache.boundaries(id)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are planned or under way: an engine at rest keeps stepping until none is."""
+        return self.cache.has_transfers
+
+    def statistics(self) -> HostStatistics:
+        return HostStatistics(
+            self.cache.statistics(),
+            host_bytes=self._host_bytes,
+            ready_bytes=self._ready_bytes,
+            reported_not_on_device=self._not_on_device,
+            unknown_request=self._unknown,
+            tier=None if self._tier is None else self._tier.statistics(),
+        )
+
+    def reset(self, revision: str | None = None) -> None:
+        """Nothing cached before now may be used again: new weights, for example.
+
+        A `revision` names the weights from now on: engines that name the same share a store again. Without one, what
+        this process stores from now on is found by nobody else.
+
+        Raises ConfigurationError for a revision that is no text, or empty.
+        """
+        check_identity(None, revision, None)
+        self._check_usable()
+        self._keys = dict.fromkeys(self._keys, ())
+        if self._tier is None:
+            self.cache.reset()
+        else:
+            self._tier.reset(revision)
+
+    def close(self) -> None:
+        """Wait for copies under way, write to the tier what only the host has, and give the host region back.
+
+        Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
+        """
+        if self._is_closed or self._process != os.getpid():
+            return
+        if self._tier is not None:
+            self._tier.flush(self._step_at_rest)
+            self._tier.close()
+        self._worker.close()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _host_bytes(self) -> int:
+        return self.cache.pool.capacity * self.cache.planner.host_block_bytes
+
+    @property
+    def _ready_bytes(self) -> int:
+        return self._arena.ready_blocks * self.cache.planner.host_block_bytes
+
+    def _end_step(self, computed: Computed) -> list[tuple[Hashable, int]]:
+        self._check_usable()
+        due = self.cache.due()
+        if due or self._tier is not None or self._strict:
+            tokens = tokens_by_request(computed)
+            if self._strict:
+                self._check_computed(tokens)
+            for id in due:
+                if id in tokens:
+                    self.cache.computed(id, tokens[id])
+            if self._tier is not None:
+                self._tier.timed(tokens)
+        return self._report()
+
+    def _end(self, id: Hashable, num_tokens: int, preempted: bool) -> None:
+        self._check_usable()
+        # In serving, a request that has outgrown its own `num_tokens` must still come to its end.
+        check_tokens("num_tokens", num_tokens, self._max_model_len if self._strict else sys.maxsize)
+        if id not in self._keys:
+            self._unknown_request(id)
+            return
+        self._check_filled(id, num_tokens)
+        self._filled.pop(id, None)
+        keys = self._keys.pop(id)
+        self._loads.pop(id, None)
+        self._left[-1].add(id)
+        if self._tier is not None:
+            self._tier.ended(id)
+        chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
+        is_here = not chunks or self._is_known(keys[chunks - 1]) or self._had_twin(keys[chunks - 1], chunks)
+        self._ended.append(keys[:chunks])
+        if preempted:
+            self.cache.preempted(id, num_tokens)
+        else:
+            self.cache.finished(id, num_tokens)
+        if not is_here:
+            self._not_on_device += 1
+            self._misused(
+                f"request {id!r} has {num_tokens} computed tokens, but the device does not find its last chunk"
+            )
+
+    def _step_at_rest(self) -> None:
+        self.begin_step()
+        self._report()
+
+    def _report(self) -> list[tuple[Hashable, int]]:
+        ended: list[tuple[Hashable, int]] = []
+        if self._tier is not None:
+            self._tier.report()
+        for resolved in self.cache.report(self._worker.report()):
+            load = self._loads.get(resolved.request_id)
+            if load is not None and load[0] == resolved.id:
+                _, n0, boundary = self._loads.pop(resolved.request_id)
+                resume_at = boundary if resolved.ok else n0
+                ended.append((resolved.request_id, resume_at))
+                if self._tier is not None:
+                    self._tier.started(resolved.request_id, resume_at)
+        return ended
+
+    def _is_known(self, key: bytes) -> bool:
+        """Whether the device has this chunk. Or the host: an index that knows one block of a key may have known that of
+        another request, which was evicted meanwhile.
+        """
+        return self._device.find(key) is not None or self.cache.pool.find(key) is not None
+
+    def _had_twin(self, key: bytes, chunks: int) -> bool:
+        """Whether a request that ended lately had this chunk, number `chunks`. Then the device may have known that
+        one's block alone, and have handed it out since.
+        """
+        return any(len(keys) >= chunks and keys[chunks - 1] == key for keys in self._ended)
+
+    def _destinations_of(self, allocate: Allocate, hit: Hit) -> list[list[int]] | None:
+        """The blocks that a load fills, by group. None: there is no room for them."""
+        given = allocate(hit.start, hit.boundary)
+        return None if given is None else self._destinations.given(given, hit)
+
+    def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, on_device: int) -> None:
+        check_id(id)
+        if id in self._keys:
+            raise MisuseError(f"request {id!r} runs already; end it first")
+        check_tokens("num_tokens", num_tokens, self._max_model_len)
+        check_tokens("on_device", on_device, num_tokens)
+        grid = self.cache.planner.grid_tokens
+        check_keys(keys, num_tokens, grid, persist=self._tier is not None, every=self._strict)
+
+    def _check_computed(self, tokens: Mapping[Any, int]) -> None:
+        for id, num_tokens in tokens.items():
+            if id not in self._keys and not any(id in ended for ended in self._left):
+                raise MisuseError(f"request {id!r} is reported as computed, and does not run")
+            check_tokens(f"what request {id!r} has computed", num_tokens, self._max_model_len)
+            self._check_filled(id, num_tokens)
+
+    def _check_filled(self, id: Hashable, num_tokens: int) -> None:
+        """Once for each load: when the request that it was for goes on behind it."""
+        if id in self._filled and num_tokens >= self._filled[id][0].boundary:
+            hit, destinations = self._filled.pop(id)
+            self._destinations.check_found(self._keys[id], hit, destinations)
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise MisuseError(
+                f"this HostCache belongs to process {self._process}, and its memory is not in a fork: build one here"
+            )
+        if self._is_closed:
+            raise MisuseError("this HostCache was closed: its memory is given back; build a new one")
+
+    def _unknown_request(self, id: Hashable) -> None:
+        self._unknown += 1
+        self._misused(f"request {id!r} does not run")
+
+    def _misused(self, what: str) -> None:
+        if self._strict:
+            raise MisuseError(what)
+
+
+_behind: WeakValueDictionary[int, Halves] = WeakValueDictionary()  # by the id of the device, which a cache keeps alive
+
+
+def _check_only_one_behind(device: Device) -> None:
+    if _is_taken(device):
+        gc.collect()  # a cache that nobody has any more, and that was not closed
+    if _is_taken(device):
+        raise ConfigurationError(
+            "this device has a HostCache already, and holds of two would mix: close that one first"
+        )
+
+
+def _is_taken(device: Device) -> bool:
+    cache = _behind.get(id(device))
+    return cache is not None and not cache._is_closed and cache._process == os.getpid()
+
+
+def _num_blocks(planner: HybridChunkPlanner, host_bytes: int) -> int:
+    num_blocks = host_bytes // planner.host_block_bytes
+    least = planner.fewest_blocks
+    if num_blocks < least:
+        raise ConfigurationError(
+            f"host_bytes must hold at least one chunk and its checkpoint, {least * planner.host_block_bytes} bytes, "
+            f"got {host_bytes}"
+        )
+    return num_blocks
