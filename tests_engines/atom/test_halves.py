@@ -96,6 +96,47 @@ def test_a_rank_reports_the_bytes_of_a_block_until_a_plan_has_come(rank):
     assert not said(worker)
 
 
+CODED = {"cpu_bytes_to_use": 8 * 1568, "codec": "exponent"}  # a block of 2 x 1,024 bytes takes 1,568
+
+
+def coded_rank(dtype=torch.bfloat16, width=128, **said):
+    keys, values = (torch.randn(BLOCKS, 4, width).to(dtype) for _ in "kv")
+    worker = CPUPrefixCacheWorker(config_of(kv_transfer_config={"kv_connector_extra_config": CODED}, **said))
+    worker.register_kv_caches({"layer_0": KVCacheTensor(0, keys, values, None, None)}, None, num_blocks=BLOCKS)
+    return worker, keys, values
+
+
+def test_coded_blocks_come_back_and_a_store_with_one_that_does_not_fit_has_failed():
+    worker, keys, values = coded_rank()
+    keys[2] = torch.randint(-32768, 32768, keys[2].shape).to(torch.int16).view(torch.bfloat16)
+    before = keys[3].clone(), values[3].clone()
+    stores = [transfer(at, Direction.STORE, [host], [block]) for at, (host, block) in enumerate([(7, 3), (6, 2)])]
+    worker.start_load_kv(StepMetadata(plan_of(*stores), 8))
+    keys[5], values[5] = -1, -1
+    worker.start_load_kv(StepMetadata(plan_of(transfer(2, Direction.LOAD, [7], [5])), 8))
+    assert torch.equal(keys[5], before[0]) and torch.equal(values[5], before[1])
+    assert {id: ok for id, ok in said(worker).items() if isinstance(id, int)} == {0: True, 1: False, 2: True}
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("kv", "sentence"),
+    [
+        (dict(dtype=torch.float16), r"is for bfloat16, and the key of layer 0 is float16\[4, 128\]"),
+        (dict(width=64), "takes whole units of 1024 bytes, got 512"),
+    ],
+)
+def test_a_codec_that_is_not_for_this_kv_is_refused(kv, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        coded_rank(**kv)
+
+
+def test_a_model_with_states_takes_no_codec():
+    settings = Settings.of(config_of(kv_transfer_config={"kv_connector_extra_config": CODED}))
+    with pytest.raises(ConfigurationError, match="keeps its states in the same blocks: leave it out"):
+        settings.planner([2048, 4096])
+
+
 def test_a_round_trip_is_reported_until_it_is_resolved(rank):
     worker, keys, values = rank
     before = keys[3].clone(), values[3].clone()
