@@ -1,7 +1,7 @@
 """Compiles the copier's kernels for a GPU that is not here. Run by test_kernels_compile.py:
 compile_kernels.py BACKEND ARCH WAVE ALIGNMENTS WIDTHS, the last two separated by commas.
 
-The kernels are those that a Launcher requests from Triton, with the arguments it gives; only the GPU is made up. For
+The kernels are those that the launchers request from Triton, with the arguments they give; only the GPU is made up. For
 each a line of JSON is printed: which one it is, the bytes of its binary, and how many loads and stores it has of each
 width.
 """
@@ -16,7 +16,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from cpu_prefix_cache.copier import triton_staging
+from cpu_prefix_cache.copier import triton_coding, triton_staging
+from cpu_prefix_cache.copier.triton_coding import CodingLauncher
 from cpu_prefix_cache.copier.triton_staging import Launcher, tiling_for
 
 # NVIDIA: ld.global.v2.b64, st.global.b8. AMD: global_load_dwordx4, global_store_b128, global_load_ubyte.
@@ -85,7 +86,11 @@ def main(backend: str, arch: str, wave: str, alignments: str, widths: str) -> No
     text, binary = {"cuda": ("ptx", "cubin"), "hip": ("amdgcn", "hsaco")}[backend]
     triton.runtime.driver.set_active(MadeUp(target))
     triton_staging._copy = Compiling(triton_staging._copy)
+    triton_coding._encode, triton_coding._decode = map(Compiling, (triton_coding._encode, triton_coding._decode))
     table = torch.zeros(4, 1, dtype=torch.int64)
+    for direction, kernel in CodingLauncher(table, 16384, 1, 1)._compiled.items():
+        row = dict(codes=direction.value, binary=len(kernel.asm[binary]), **accesses(kernel.asm[text]))
+        print(json.dumps(row), flush=True)
     for alignment in map(int, alignments.split(",")):
         for width in map(int, widths.split(",")):
             launcher = Launcher(table, alignment, width, 1, tiling_for(target.warp_size))

@@ -49,7 +49,13 @@ def copies_at(alignment, kernel):
 
 @pytest.mark.parametrize(("backend", "arch", "wave"), TARGETS, ids=str)
 def test_every_kernel_compiles_and_copies_as_much_at_a_time_as_it_may(backend, arch, wave, tmp_path):
-    kernels = compiled(backend, arch, wave, tmp_path)
+    coding, kernels = [], []
+    for kernel in compiled(backend, arch, wave, tmp_path):
+        (coding if "codes" in kernel else kernels).append(kernel)
+    assert [kernel["codes"] for kernel in coding] == ["store", "load"]
+    for kernel in coding:
+        assert kernel["binary"] > 1000
+        assert "4" in kernel["load"] and "4" in kernel["store"], kernel  # words of two values
     assert len(kernels) == 2 * len(CHOSEN[0]) * len(CHOSEN[1])
     for kernel in kernels:
         assert kernel["binary"] > 1000
