@@ -24,7 +24,7 @@ def lands(engine, id, unfit, rank=0):
 
 
 @pytest.mark.parametrize(("first", "kept"), [(0, set()), (1, {"a"}), (2, {"a", "ab"}), (3, {"a", "ab", "abc"})])
-def test_what_comes_before_the_first_is_kept(first, kept):
+def test_chunks_before_the_first_are_kept(first, kept):
     engine = Engine()
     id, blocks = stored(engine)
     assert [each.ok for each in lands(engine, id, blocks[first:])] == [True]
