@@ -55,7 +55,7 @@ class CountingDevice:
     """A device without contents: destinations can be held and released, and no key is found."""
 
     num_blocks = num_waiting = 1 << 20
-    null_block = None
+    null_block = blocks_per_chunk = None
     num_promised = 0
 
     def find(self, key):
@@ -63,6 +63,9 @@ class CountingDevice:
 
     def find_all(self, keys):
         return [None for _ in keys]
+
+    def find_checkpoint(self, checkpoint):
+        return None
 
     def soonest_evicted(self):
         return iter(())
