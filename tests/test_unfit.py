@@ -6,6 +6,7 @@ Chunks are letters; a rank reports pieces by their first host blocks.
 import pytest
 
 from cpu_prefix_cache.deciding import RankReport
+from cpu_prefix_cache.offload import completion
 from tests.story import Engine
 
 
@@ -65,3 +66,16 @@ def test_a_store_below_it_is_cancelled():
     assert engine.host == {"a"}
     now = engine.cache.statistics()
     assert now.store_unfit == 1 and now.store_cancelled >= 1
+
+
+def test_many_of_them_are_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(completion, "MANY_UNFIT", 3)
+    engine = Engine(host=64, device=64)
+    for prompt in ("abc", "defg", "hijk"):
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        (transfer,) = engine.steps().transfers
+        assert len(caplog.records) == (prompt == "hijk")
+        lands(engine, transfer.id, transfer.copies[0].host_blocks[:1])
+    (record,) = caplog.records
+    assert record.getMessage().startswith("7 chunks were not stored, and 0 were: their bytes do not fit their codec")

@@ -10,6 +10,7 @@ landed       all ranks have reported: the device blocks are released, whether th
 cancelled    it resolves when it has landed, and registers nothing
 """
 
+import logging
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Sequence
 
@@ -19,7 +20,11 @@ from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
+logger = logging.getLogger(__name__)
+
 FAILURES_IN_A_ROW = 5  # one copy may fail by chance, so many do not
+# Of trained KV nothing was seen not to fit. More than so many, and this share of what is stored, are worth a warning.
+MANY_UNFIT, UNFIT_SHARE = 20, 0.01
 COUNTED = (  # as CacheStatistics names them
     "chunks_stored",
     "checkpoints_stored",
@@ -51,6 +56,7 @@ class Completion:
         self._running = running
         self._failures_in_a_row = Counter[Direction]()
         self.counts = dict.fromkeys(COUNTED, 0)
+        self._has_warned = False  # of chunks that do not fit
 
     def land(self, transfer: Transfer) -> Sequence[StoreTransfer]:
         """All ranks have reported. The stores whose chunks can be found since then."""
@@ -88,6 +94,15 @@ class Completion:
         if good == len(keys):
             return  # of a store that was submitted with it
         self.counts["store_unfit"] += len(keys) - good
+        stored, unfit = self.counts["chunks_stored"], self.counts["store_unfit"]
+        if not self._has_warned and unfit > MANY_UNFIT + stored * UNFIT_SHARE:
+            self._has_warned = True
+            logger.warning(
+                "%d chunks were not stored, and %d were: their bytes do not fit their codec, and are computed again; "
+                'codec="none" keeps them',
+                unfit,
+                stored,
+            )
         self._shorten(store, good)
         if not good:
             self._cancel(store)
