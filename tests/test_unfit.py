@@ -6,7 +6,7 @@ Chunks are letters; a rank reports pieces by their first host blocks.
 import pytest
 
 from cpu_prefix_cache.deciding import RankReport
-from tests.story import Engine
+from tests.story import Engine, whole_prompts
 
 
 def stored(engine, prompt="abcd"):
@@ -65,3 +65,30 @@ def test_a_store_below_it_is_cancelled():
     assert engine.host == {"a"}
     now = engine.cache.statistics()
     assert now.store_unfit == 1 and now.store_cancelled >= 1
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_what_does_not_fit_is_copied_once(mode):
+    """Not again with each chunk that its request adds, nor when that ends. (Lazy stores what runs on a full device.)"""
+    options = {} if mode == "eager" else {"cache": whole_prompts}
+    engine = Engine(mode, device=6, **options)
+    engine.starts("r", "abcdef")
+    engine.computes("r", 2)
+    (transfer,) = engine.steps().transfers
+    lands(engine, transfer.id, transfer.copies[0].host_blocks[1:])
+    for chunks in (3, 4, 5, 6):
+        engine.computes("r", chunks)
+        assert engine.copies() == []
+    engine.ends("r")
+    assert engine.copies() == [] and engine.host == {"a"}
+
+
+def test_what_is_computed_again_is_tried_again():
+    engine = Engine()
+    id, blocks = stored(engine, "ab")
+    lands(engine, id, blocks[1:])
+    engine.ends("r")
+    engine.device_forgets()
+    engine.starts("again", "ab", load=False)
+    engine.computes("again")
+    assert engine.copies() == ["ab"] and engine.host == {"a", "ab"}
