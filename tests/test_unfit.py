@@ -24,7 +24,7 @@ def lands(engine, id, unfit, rank=0):
 
 
 @pytest.mark.parametrize(("first", "kept"), [(0, set()), (1, {"a"}), (2, {"a", "ab"}), (3, {"a", "ab", "abc"})])
-def test_what_comes_before_the_first_is_kept(first, kept):
+def test_chunks_before_the_first_are_kept(first, kept):
     engine = Engine()
     id, blocks = stored(engine)
     assert [each.ok for each in lands(engine, id, blocks[first:])] == [True]
@@ -68,7 +68,7 @@ def test_a_store_below_it_is_cancelled():
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_what_does_not_fit_is_copied_once(mode):
+def test_bytes_that_do_not_fit_are_copied_once(mode):
     """Not again with each chunk that its request adds, nor when that ends. (Lazy stores what runs on a full device.)"""
     options = {} if mode == "eager" else {"cache": whole_prompts}
     engine = Engine(mode, device=6, **options)
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_copied_once(mode):
     assert engine.copies() == [] and engine.host == {"a"}
 
 
-def test_what_is_computed_again_is_tried_again():
+def test_chunks_that_are_computed_again_are_tried_again():
     engine = Engine()
     id, blocks = stored(engine, "ab")
     lands(engine, id, blocks[1:])
@@ -92,3 +92,17 @@ def test_what_is_computed_again_is_tried_again():
     engine.starts("again", "ab", load=False)
     engine.computes("again")
     assert engine.copies() == ["ab"] and engine.host == {"a", "ab"}
+
+
+def test_a_store_that_failed_for_it_is_no_failure_of_the_link_and_is_not_tried_again():
+    """ATOM's ranks can say of a store only whether all of it is there."""
+    engine = Engine(device=64, host=64)
+    for prompt in "abcdefgh":
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        (store,) = engine.steps().transfers
+        unfit = ((store.id, store.copies[0].host_blocks),)
+        engine.cache.report(RankReport(0, failed=frozenset([store.id]), unfit=unfit))
+        engine.ends(prompt)
+        assert engine.copies() == []
+    assert engine.host == set() and not engine.cache.is_off and engine.cache.statistics().store_unfit == 8

@@ -58,7 +58,7 @@ class Completion:
         self._device.release(transfer.hold)
         if isinstance(transfer, StoreTransfer):
             self._offload.landed(transfer)
-            if transfer.succeeded and transfer.refused:
+            if transfer.refused and not transfer.is_cancelled:
                 self._leave_unfit(transfer)
             return self._complete_stores([transfer])
         return self._complete_load(self._ledger.loads[transfer.id])
@@ -134,7 +134,8 @@ class Completion:
     def _count_in_a_row(self, transfer: Transfer) -> None:
         follows = transfer.follows if isinstance(transfer, StoreTransfer) else ()
         is_exchange = any(isinstance(each, LoadTransfer) for each in follows)  # its load counts
-        if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange:
+        is_unfit = bool(transfer.refused) and isinstance(transfer, StoreTransfer)  # what its bytes are is no failure
+        if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange and not is_unfit:
             direction = transfer.plan.direction
             before = self._failures_in_a_row[direction]
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1
