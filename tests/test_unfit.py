@@ -105,4 +105,4 @@ def test_a_store_that_failed_for_it_is_no_failure_of_the_link_and_is_not_tried_a
         engine.cache.report(RankReport(0, failed=frozenset([store.id]), unfit=unfit))
         engine.ends(prompt)
         assert engine.copies() == []
-    assert engine.host == set() and not engine.cache.is_off and engine.cache.statistics().store_unfit == 8
+    assert engine.host == set() and not engine.cache.is_off and engine.cache.statistics().store_cancelled == 8

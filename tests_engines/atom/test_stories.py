@@ -630,6 +630,6 @@ def test_stores_that_do_not_fit_do_not_turn_the_cache_off(copies, offload):
     for at in range(8):
         serve(engine, range(100 * at, 100 * at + 60), 8)
     cache = engine.connector.cache
-    assert cache.statistics().chunks_stored == 0 and cache.statistics().store_unfit > 0
+    assert cache.statistics().chunks_stored == 0 and cache.statistics().store_cancelled > 0
     assert not cache.is_off
     check_at_rest(engine)

@@ -83,14 +83,15 @@ class Completion:
         return self._complete_stores([store])
 
     def _leave_unfit(self, store: StoreTransfer) -> None:
-        """Keep of a store what comes before the first node with a piece that does not fit."""
+        """Keep of a store what comes before the first node with a piece that does not fit; nothing if it has failed."""
         keys, good = store.keys, self._first_refused(store, store.nodes)
         if good == len(keys):
             return  # of a store that was submitted with it
-        self.counts["store_unfit"] += len(keys) - good
-        self._shorten(store, good)
-        if not good:
-            self._cancel(store)
+        if store.succeeded:  # else a load that it follows may still read the blocks that it was to fill
+            self.counts["store_unfit"] += len(keys) - good
+            self._shorten(store, good)
+            if not good:
+                self._cancel(store)
         self._offload.unfit(keys[good:])
 
     def _shorten(self, store: StoreTransfer, good: int) -> None:
