@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending
-from cpu_prefix_cache.deciding import Direction, Request, TransferPlan
+from cpu_prefix_cache.deciding import Direction, RankReport, Request, TransferPlan
 from cpu_prefix_cache.offload.exchange import partners
 from tests.story import GRID, Engine, chain, make_scarce
 
@@ -173,11 +173,15 @@ def test_exchanged_chunks_are_stored_again_before_they_leave_the_device():
     assert engine.cache.statistics().lost_before_store == 0
 
 
-def test_a_store_that_fails_keeps_its_blocks_until_the_load_has_read_them():
+@pytest.mark.parametrize("is_unfit", [False, True])
+def test_a_store_that_fails_keeps_its_blocks_until_the_load_has_read_them(is_unfit: bool):
     engine = exchanging()
     load = engine.starts("again", "abcd")
     _, [exchanged], [other] = planned(engine, load)
     free = engine.cache.pool.statistics().free
+    if is_unfit:
+        unfit = ((exchanged.id, exchanged.copies[0].host_blocks),)
+        engine.cache.report(RankReport(0, failed=frozenset([exchanged.id]), unfit=unfit))
     engine.reports({other.id}, failed={exchanged.id})
     assert engine.cache.pool.statistics().free == free
     assert engine.reports({load})[0].ok

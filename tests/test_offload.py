@@ -591,13 +591,17 @@ def test_blocks_whose_store_failed_are_examined_again():
 
 
 def test_blocks_that_do_not_fit_their_codec_are_not_stored_in_each_step():
+    """All that waits is examined again, since the next store fails."""
     device, cache = lazy_on_a_queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
     device.take([], 0, 8)  # what nobody has used
     (store,) = cache.step().transfers
     unfit = ((store.id, store.copies[0].host_blocks[:1]),)
     cache.report(RankReport(0, frozenset([store.id]), unfit=unfit))
+    device.take([], 0, 1)
+    (other,) = cache.step().transfers
+    cache.report(RankReport(0, failed=frozenset([other.id])))
     again = {block for each in cache.step().transfers for block in each.copies[0].device_blocks}
-    assert again.isdisjoint(store.copies[0].device_blocks)
+    assert again == {*other.copies[0].device_blocks}
 
 
 def test_a_front_without_keys_may_move_unseen():

@@ -7,7 +7,7 @@ import pytest
 
 from cpu_prefix_cache.deciding import RankReport
 from cpu_prefix_cache.offload import completion
-from tests.story import Engine
+from tests.story import Engine, whole_prompts
 
 
 def stored(engine, prompt="abcd"):
@@ -79,3 +79,44 @@ def test_many_of_them_are_warned_of_once(caplog, monkeypatch):
         lands(engine, transfer.id, transfer.copies[0].host_blocks[:1])
     (record,) = caplog.records
     assert record.getMessage().startswith("7 chunks were not stored, and 0 were: their bytes do not fit their codec")
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_bytes_that_do_not_fit_are_copied_once(mode):
+    """Not again with each chunk that its request adds, nor when that ends. (Lazy stores what runs on a full device.)"""
+    options = {} if mode == "eager" else {"cache": whole_prompts}
+    engine = Engine(mode, device=6, **options)
+    engine.starts("r", "abcdef")
+    engine.computes("r", 2)
+    (transfer,) = engine.steps().transfers
+    lands(engine, transfer.id, transfer.copies[0].host_blocks[1:])
+    for chunks in (3, 4, 5, 6):
+        engine.computes("r", chunks)
+        assert engine.copies() == []
+    engine.ends("r")
+    assert engine.copies() == [] and engine.host == {"a"}
+
+
+def test_chunks_that_are_computed_again_are_tried_again():
+    engine = Engine()
+    id, blocks = stored(engine, "ab")
+    lands(engine, id, blocks[1:])
+    engine.ends("r")
+    engine.device_forgets()
+    engine.starts("again", "ab", load=False)
+    engine.computes("again")
+    assert engine.copies() == ["ab"] and engine.host == {"a", "ab"}
+
+
+def test_a_store_that_failed_for_it_is_no_failure_of_the_link_and_is_not_tried_again():
+    """ATOM's ranks can say of a store only whether all of it is there."""
+    engine = Engine(device=64, host=64)
+    for prompt in "abcdefgh":
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+        (store,) = engine.steps().transfers
+        unfit = ((store.id, store.copies[0].host_blocks),)
+        engine.cache.report(RankReport(0, failed=frozenset([store.id]), unfit=unfit))
+        engine.ends(prompt)
+        assert engine.copies() == []
+    assert engine.host == set() and not engine.cache.is_off and engine.cache.statistics().store_cancelled == 8

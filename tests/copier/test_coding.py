@@ -1,11 +1,14 @@
 """Coded groups: every copier keeps the same bytes, all bits come back, and what does not fit is reported."""
 
+import weakref
+
 import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.copier import coded_form, exchange
+from cpu_prefix_cache.copier import coded_form, exchange, staged
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.streams import Stored
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
 from tests.copier.bench import DEVICE, POISON, Shapes, poisoned, raw
@@ -154,3 +157,43 @@ def test_a_unit_has_room_for_four_far_values_a_group(build, far, unfit):
     tensors[0][4, 3 : 3 + 50 * far : 50] = 2.0**-40
     bench = Bench(build, tensors)
     assert bench.store((5, 2), (4,)).unfit() == unfit
+
+
+def test_a_store_is_not_done_before_it_is_known_what_does_not_fit(monkeypatch):
+    """An interrupt comes between, and whoever waits then asks again."""
+    bench = Bench(lambda *args: choose_copier(*args, name="reference").copier, [any_bits()])
+    worker = CopyWorker(3, bench.copier)
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.STORE, (GroupCopy(0, (5, 2), (4,)),), 1),)))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Stored, "unfit", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            worker.report()
+    report = worker.report()
+    assert report.done == {0} and dict(report.unfit) == {0: (5,)}
+    worker.close()
+
+
+def raising(error):
+    def raises(*args, **options):
+        raise error
+
+    return raises
+
+
+def test_flags_outlive_a_submission_that_fails(monkeypatch):
+    """Kernels of its first copy may still write them while a later one is refused."""
+    bench = Bench(lambda *args: choose_copier(*args, name="staged", ring_bytes=RING).copier, [any_bits()])
+    flags, alive = list[weakref.ref](), list[bool]()
+    first, second = bench.copier._paths
+
+    def submit(*args, was=first.submit):
+        unfit = was(*args)
+        flags.append(weakref.ref(unfit.flags))
+        return unfit
+
+    monkeypatch.setattr(first, "submit", submit)
+    monkeypatch.setattr(second, "submit", raising(RuntimeError("no more")))
+    monkeypatch.setattr(staged, "_synchronize", lambda *args: alive.append(flags[0]() is not None))
+    with pytest.raises(RuntimeError, match="no more"):
+        bench.store((5, 2), (4,))
+    assert alive == [True]

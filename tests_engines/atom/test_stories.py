@@ -17,6 +17,7 @@ import connector.atom.worker
 from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.worker import CPUPrefixCacheWorker
 from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.copier.streams import Stored
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import LateCopier, MeddlingCopier
 from tests.troubled_copiers import COPIERS
@@ -610,3 +611,25 @@ def test_a_host_without_room_for_a_block_is_refused_on_the_rank():
     transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] -= 1
     with pytest.raises(ConfigurationError, match=r"a block of 4 tokens on all ranks, at least 128 bytes"):
         Engine(config_of(kv_transfer_config=transfer))
+
+
+class Unfitting(MeddlingCopier):
+    """Reports the first piece of each store as unfit."""
+
+    def submit(self, direction, copies, after):
+        event = super().submit(direction, copies, after)
+        is_store = direction is Direction.STORE
+        return Stored(event, lambda: [copy.host_blocks[0] for copy in copies]) if is_store else event
+
+
+@pytest.mark.parametrize("offload", ["lazy", "eager"])
+def test_stores_that_do_not_fit_do_not_turn_the_cache_off(copies, offload):
+    """None of such a store is kept, and it is not copied again while its request goes on."""
+    copies(lambda copier, tensors: Unfitting(copier))
+    engine = engine_of(device_blocks=32, offload=offload)
+    for at in range(8):
+        serve(engine, range(100 * at, 100 * at + 60), 8)
+    cache = engine.connector.cache
+    assert cache.statistics().chunks_stored == 0 and cache.statistics().store_cancelled > 0
+    assert not cache.is_off
+    check_at_rest(engine)

@@ -7,6 +7,7 @@
     a transfer's id                  it is done; else it has failed, if any rank reports it
     "block bytes 2097152"            always: what blocks take (geometry.py), until the first plan has come
     "ready blocks 4096"              always: so many host blocks are ready, until the metadata has it
+    an Unfit                         always: what of a store does not fit on one rank, beside its failure
     an Unpinned                      always: what one rank could not pin of its host memory, with its last ready blocks
     a TierReport                     always: one rank's report of its tier
 
@@ -33,6 +34,14 @@ class Unpinned(NamedTuple):
 
     rank: int
     num_bytes: int
+
+
+class Unfit(NamedTuple):
+    """The first host blocks of pieces of a store that do not fit their coded form on this rank."""
+
+    rank: int
+    store: int
+    host_blocks: tuple[int, ...]
 
 
 class StepMetadata(ConnectorMetadata):

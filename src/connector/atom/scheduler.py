@@ -34,7 +34,7 @@ from atom.kv_transfer.disaggregation.types import KVConnectorOutput
 
 from connector.atom import geometry, touched
 from connector.atom.device import AtomDevice, UnorderedDevice
-from connector.atom.messages import StepMetadata, Unpinned, ready_blocks_of
+from connector.atom.messages import StepMetadata, Unfit, Unpinned, ready_blocks_of
 from connector.atom.requests import KnownRequests
 from connector.atom.settings import Settings
 from connector.atom.state_device import StateDevice
@@ -190,7 +190,8 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         if ours and self.cache is not None:
             transfers = {each.operation_id: each.succeeded for each in ours if isinstance(each.operation_id, int)}
             done = frozenset(id for id, succeeded in transfers.items() if succeeded)
-            for resolved in self._report(self.cache, done, frozenset(transfers.keys() - done)):
+            unfit = tuple(each.operation_id[1:] for each in ours if isinstance(each.operation_id, Unfit))
+            for resolved in self._report(self.cache, done, frozenset(transfers.keys() - done), unfit):
                 live = self._loading.pop(resolved.id, None)
                 if live is not None and self._has_blocks(live):
                     live.is_loading = False
@@ -315,10 +316,16 @@ class CPUPrefixCacheScheduler(KVConnectorSchedulerBase):
         """Whether it has not left since."""
         return self._live.get(live.seq.id) is live
 
-    def _report(self, cache: CPUPrefixCache, done: frozenset[int], failed: frozenset[int]) -> list[Resolved]:
+    def _report(
+        self,
+        cache: CPUPrefixCache,
+        done: frozenset[int],
+        failed: frozenset[int],
+        unfit: tuple[tuple[int, tuple[int, ...]], ...],
+    ) -> list[Resolved]:
         """Report to the cache for all ranks: ATOM has passed on what all of them have reported."""
         ranks = range(self._config.tp_world_size)
-        reports = (RankReport(rank, done, failed, self._ready_blocks) for rank in ranks)
+        reports = (RankReport(rank, done, failed, self._ready_blocks, unfit=unfit) for rank in ranks)
         return [each for report in reports for each in cache.report(report)]
 
     def _leave(self, seq: Any, tell: Callable[[Any, int], None]) -> None:

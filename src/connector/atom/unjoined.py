@@ -13,7 +13,7 @@ from typing import Any
 from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnectorOutput
 
 from connector.atom.geometry import block_bytes_of
-from connector.atom.messages import Unpinned
+from connector.atom.messages import Unfit, Unpinned
 from cpu_prefix_cache.tier import TierReport
 
 Aggregate = Callable[[Any, Sequence[KVConnectorOutput]], KVConnectorOutput]
@@ -39,4 +39,4 @@ def _take(output: KVConnectorOutput) -> set[ConnectorCompletion]:
 
 
 def _is_of_one_rank(operation: object) -> bool:
-    return isinstance(operation, (TierReport, Unpinned)) or block_bytes_of(operation) is not None
+    return isinstance(operation, (TierReport, Unfit, Unpinned)) or block_bytes_of(operation) is not None

@@ -16,7 +16,7 @@ from atom.kv_transfer.disaggregation.base import KVConnectorBase
 from atom.kv_transfer.disaggregation.types import ConnectorCompletion, KVConnectorOutput
 
 from connector.atom import geometry
-from connector.atom.messages import StepMetadata, Unpinned, ready_operations
+from connector.atom.messages import StepMetadata, Unfit, Unpinned, ready_operations
 from connector.atom.rank_tier import RepeatingTier, rank_here
 from connector.atom.settings import Settings
 from connector.atom.tensors import BoundTensors, bind
@@ -107,7 +107,8 @@ class CPUPrefixCacheWorker(KVConnectorBase):
         if self._worker is None or self._bound is None or self._arena is None:
             return
         report = self._worker.report()
-        unfit = {id for id, _ in report.unfit}  # none of such a store is kept: a completion cannot say which blocks
+        unfit = dict(report.unfit)  # none of such a store is kept, as ATOM may pass on its end and drop its Unfit
+        yield from ((Unfit(rank_here(self._config), *each), True) for each in report.unfit)
         yield from ((id, id not in unfit) for id in report.done)
         yield from ((id, False) for id in report.failed)
         if self._told is None:

@@ -21,7 +21,8 @@ class Copier(Protocol):
         """Begin one transfer, whose device blocks are touched only after `after`, and return the event of its end.
 
         Raises MisuseError for bad ids before any byte moves (rule 14). When it raises anything, nothing of this
-        transfer is in flight any more. One thread may submit loads and others stores.
+        transfer is in flight any more. One thread may submit loads and others stores. An event around that of another
+        copier passes on what does not fit.
         """
 
     def awaiting_stores(self) -> AbstractContextManager[None]:

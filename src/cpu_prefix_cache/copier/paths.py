@@ -44,6 +44,9 @@ def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
     return pairwise([0, *range(first, count, step), count])
 
 
+NO_FLAGS = torch.zeros(0, dtype=torch.int32)
+
+
 class Unfit(NamedTuple):
     """Which pieces of a store did not fit, once it has passed: `flags`, int32 [pieces], and the first host block of
     each piece."""
@@ -148,8 +151,9 @@ class ThroughRing:
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> Unfit | None:
         ring.streams.kernels.wait(after)
         width, is_coded = self._group.piece.host_blocks, self._group.is_coded and direction is Direction.STORE
-        count = len(copy.host_blocks) // width if is_coded else 0
-        unfit = torch.zeros(count, dtype=torch.int32, pin_memory=self._is_pinned)
+        unfit = NO_FLAGS
+        if is_coded:
+            unfit = torch.zeros(len(copy.host_blocks) // width, dtype=torch.int32, pin_memory=self._is_pinned)
         for section in self._sections:
             section.submit(direction, copy, ring, unfit)
         return Unfit(unfit, copy.host_blocks[::width]) if is_coded else None

@@ -29,7 +29,7 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
-from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, round_up, without_ring
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, Unfit, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
 from cpu_prefix_cache.copier.streams import Event, Stored, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
@@ -121,16 +121,17 @@ class StagedCopier(Copier):
         self._binding.check(direction, copies)
         ring = self._rings[direction]
         loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
+        coded = list[Unfit]()  # kernels write to their flags: nothing but an end may drop them
         try:
             with self._working(), loading:
-                submitted = [
-                    self._paths[copy.group].submit(direction, copy, ring, after) for copy in copies if copy.host_blocks
-                ]
+                for copy in copies:
+                    unfit = self._paths[copy.group].submit(direction, copy, ring, after) if copy.host_blocks else None
+                    if unfit is not None:
+                        coded.append(unfit)
                 event = ring.streams.record()
         except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
             _synchronize(self._working, ring.streams)
             raise
-        coded = [each for each in submitted if each is not None]
         return Stored(event, lambda: [block for unfit in coded for block in unfit.found()]) if coded else event
 
 

@@ -216,9 +216,9 @@ class CopyWorker:
             if went_well is None:
                 moving.add(submitted_by)
                 continue
+            if went_well and copy.event is not None and copy.transfer.direction is Direction.STORE:
+                copy.unfit = tuple(copy.event.unfit())  # first: whatever interrupts this, it is not done without
             copy.went_well = went_well and not copy.is_late
-            if copy.went_well and copy.event is not None and copy.transfer.direction is Direction.STORE:
-                copy.unfit = tuple(copy.event.unfit())
             if copy.submitted_in is not None:
                 self.pace.learn(copy.transfer.num_bytes, copy.submitted_in)
             if copy.went_well and self._on_done is not None:

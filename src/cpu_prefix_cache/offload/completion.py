@@ -64,7 +64,7 @@ class Completion:
         self._device.release(transfer.hold)
         if isinstance(transfer, StoreTransfer):
             self._offload.landed(transfer)
-            if transfer.succeeded and transfer.refused:
+            if transfer.refused and not transfer.is_cancelled:
                 self._leave_unfit(transfer)
             return self._complete_stores([transfer])
         return self._complete_load(self._ledger.loads[transfer.id])
@@ -89,11 +89,19 @@ class Completion:
         return self._complete_stores([store])
 
     def _leave_unfit(self, store: StoreTransfer) -> None:
-        """Keep of a store what comes before the first node with a piece that does not fit."""
+        """Keep of a store what comes before the first node with a piece that does not fit; nothing if it has failed."""
         keys, good = store.keys, self._first_refused(store, store.nodes)
         if good == len(keys):
             return  # of a store that was submitted with it
-        self.counts["store_unfit"] += len(keys) - good
+        if store.succeeded:  # else a load that it follows may still read the blocks that it was to fill
+            self.counts["store_unfit"] += len(keys) - good
+            self._warn_of_many()
+            self._shorten(store, good)
+            if not good:
+                self._cancel(store)
+        self._offload.unfit(keys[good:])
+
+    def _warn_of_many(self) -> None:
         stored, unfit = self.counts["chunks_stored"], self.counts["store_unfit"]
         if not self._has_warned and unfit > MANY_UNFIT + stored * UNFIT_SHARE:
             self._has_warned = True
@@ -103,10 +111,6 @@ class Completion:
                 unfit,
                 stored,
             )
-        self._shorten(store, good)
-        if not good:
-            self._cancel(store)
-        self._offload.unfit(keys[good:])
 
     def _shorten(self, store: StoreTransfer, good: int) -> None:
         """Only the first `good` nodes of a store can be committed."""
@@ -149,7 +153,8 @@ class Completion:
     def _count_in_a_row(self, transfer: Transfer) -> None:
         follows = transfer.follows if isinstance(transfer, StoreTransfer) else ()
         is_exchange = any(isinstance(each, LoadTransfer) for each in follows)  # its load counts
-        if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange:
+        is_unfit = bool(transfer.refused) and isinstance(transfer, StoreTransfer)  # what its bytes are is no failure
+        if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange and not is_unfit:
             direction = transfer.plan.direction
             before = self._failures_in_a_row[direction]
             self._failures_in_a_row[direction] = 0 if transfer.succeeded else before + 1

@@ -2,11 +2,14 @@
 
 In a model that needs checkpoints a chunk is stored in the hope of one below it (rule 9).
 
+What does not fit its codec is left alone, and what hangs below it, until it is computed again: else all of it would be
+copied again for each chunk that a request adds.
+
 While the host is still being prepared there may be no room for what has room a moment later. So what a request leaves
 behind is tried again then (`retries.py`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -27,12 +30,15 @@ class Eager(Offload):
     def __init__(self, stores: StorePlanner, parents: Ancestry | None = None) -> None:
         super().__init__(stores, parents)
         self._due: dict[Hashable, Running] = {}
+        self._unfit: dict[bytes, None] = {}  # the first of each store, in their order; as many as the device holds
         self._retries = Retries(stores.pool, stores.device_chunks, self._missing)
 
     # Reported
 
     def confirmed(self, running: Running, before: int) -> None:
         self._due[running.id] = running
+        for key in running.keys[before : running.confirmed] if self._unfit else ():
+            self._unfit.pop(key, None)
 
     def checkpointed(self, running: Running, checkpoint: CheckpointAt) -> None:
         self._due[running.id] = running
@@ -45,8 +51,14 @@ class Eager(Offload):
         self._due.pop(running.id, None)
         self._store_ended(running)
 
+    def unfit(self, keys: Sequence[bytes]) -> None:
+        self._unfit[keys[0]] = None
+        if len(self._unfit) > self._stores.device_chunks:
+            del self._unfit[next(iter(self._unfit))]
+
     def reset(self) -> None:
         self._due.clear()
+        self._unfit.clear()
         self._retries.clear()
 
     # Asked
@@ -80,6 +92,8 @@ class Eager(Offload):
         """
         keys, stop = running.keys, running.confirmed
         present = self._pool.resident_run(keys, 0, stop)
+        if self._unfit:
+            stop = next((at for at in range(present, stop) if keys[at] in self._unfit), stop)
         if ended:
             kept = max((checkpoint.depth for checkpoint in running.checkpoints), default=0)
             while stop > max(present, kept) and self._stores.planner.needs_checkpoint(stop):
@@ -91,11 +105,12 @@ class Eager(Offload):
         checkpoints = running.checkpoints if ended else tuple(running.unsaved)
         for checkpoint in checkpoints:
             chunk = checkpoint.tail[-1]
-            if self._stores.is_covered(chunk) and not self._is_saved(checkpoint):
+            if self._stores.is_covered(chunk) and not self._is_settled(checkpoint):
                 self._stores.plan(Chain(chunk, (), checkpoint), running.touch, owner=running.id)
         if checkpoints:
-            running.unsaved[:] = [each for each in running.unsaved if not self._is_saved(each)]
+            running.unsaved[:] = [each for each in running.unsaved if not self._is_settled(each)]
         self.work += running.confirmed - present + len(checkpoints)
 
-    def _is_saved(self, checkpoint: CheckpointAt) -> bool:
-        return self._stores.is_covered(checkpoint_key(checkpoint.tail[-1]))
+    def _is_settled(self, checkpoint: CheckpointAt) -> bool:
+        key = checkpoint_key(checkpoint.tail[-1])
+        return key in self._unfit or self._stores.is_covered(key)

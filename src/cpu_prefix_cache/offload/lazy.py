@@ -128,6 +128,7 @@ class Lazy(Eager):
         self._settled.update(keys)
 
     def unfit(self, keys: Sequence[bytes]) -> None:
+        super().unfit(keys)
         self._settled.update(keys)
         self._parents.unwanted(keys)
 
