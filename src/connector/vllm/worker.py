@@ -28,12 +28,13 @@ from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
 from connector.vllm.rank_tier import TierHere, tier_of_rank
-from connector.vllm.regions import RankShapes, arena_of, shapes_of
+from connector.vllm.regions import RankShapes, agree, arena_of, shapes_of
 from connector.vllm.settings import Settings
 from connector.vllm.shares import Share
 from connector.vllm.start_line import start_line
 from connector.vllm.tensors import Registered, group_rows, order_of
 from connector.vllm.tier_namespace import row_order
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copying import CopyWorker, EarlyEnds, HostArena, choose_copier
 from cpu_prefix_cache.deciding import RankReport
 from cpu_prefix_cache.tier import TierReport
@@ -93,7 +94,11 @@ class WorkerHalf:
         ]
         parallel = self._vllm_config.parallel_config
         in_pages = self._settings.tier is not None
-        all_shapes = shapes_of(self._settings.planner, parallel, self._kv_cache_config, in_pages=in_pages)
+        try:
+            all_shapes = shapes_of(self._settings.planner, parallel, self._kv_cache_config, in_pages=in_pages)
+        except ConfigurationError as error:  # of the layers of this stage
+            agree(parallel, error)
+            raise
         here = [at for at, rows in enumerate(all_tensors) if rows]  # pipeline stages may lack groups
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
