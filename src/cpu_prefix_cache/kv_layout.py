@@ -45,7 +45,7 @@ class KVGroup:
                     f"{group.block_tokens}: give both the tokens of a block"
                 )
         for part in parts:
-            group.coded.check(str(part), part.content, part.rows.shape[1])
+            group.form.check(str(part), part.content, part.rows.shape[1])
         self.group, self.parts, self.tensors, self.spelled = group, parts, canonical(parts), spelled(parts)
         self.num_blocks = min(part.rows.shape[0] for part in parts)
         self.layers = sorted({part.layer for part in parts})

@@ -62,7 +62,7 @@ def check_sequence(kind: Callable[..., Any], block_tokens: int) -> None:
     try:
         sequence = kind([1], block_tokens, id=1)
     except TypeError as wrong:
-        raise _unfit(f"a request cannot be made of tokens, a block size and an id ({wrong})") from wrong
+        raise _misfit(f"a request cannot be made of tokens, a block size and an id ({wrong})") from wrong
     check_names(sequence, SEQUENCE)
     check_names(type(sequence.status), STATUS)
 
@@ -71,7 +71,7 @@ def check_names(thing: Any, names: Iterable[str]) -> None:
     """Raises ConfigurationError if this lacks one of these attributes."""
     if missing := sorted(set(names).difference(dir(thing))):
         what = thing.__name__ if isinstance(thing, type) else type(thing).__name__
-        raise _unfit(f"{what} has no {missing[0]}")
+        raise _misfit(f"{what} has no {missing[0]}")
 
 
 def why_not_ordered(pool: Any) -> str | None:
@@ -129,7 +129,7 @@ def _is_number(part: Any) -> bool:
     return part is None or isinstance(part, (bool, int, float))
 
 
-def _unfit(what: str) -> ConfigurationError:
+def _misfit(what: str) -> ConfigurationError:
     return ConfigurationError(
         f"the host cache does not fit this ATOM: {what}; use a commit that it is tested with (docs/atom.md)"
     )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_block_hash, make_block_hash_with_group_id
 
-from connector.vllm.touched import check_names, unfit
+from connector.vllm.touched import check_names, misfit
 from cpu_prefix_cache.deciding import FRONT, Places
 
 POOL = (
@@ -331,9 +331,9 @@ def check_pool(pool: BlockPool) -> None:
     check_names(pool.cached_block_hash_to_block, BY_HASH)
     name, empty = make_block_hash_with_group_id(BlockHash(b"hash"), 1), make_block_hash_with_group_id(BlockHash(b""), 1)
     if name != b"hash" + empty or get_block_hash(name) != b"hash":
-        raise unfit("the name of a block is not its hash and its group, one behind the other")
+        raise misfit("the name of a block is not its hash and its group, one behind the other")
     if not _can_be_put_back(pool):
-        raise unfit("FreeKVCacheBlockQueue is no list in which a block can be put back to its place")
+        raise misfit("FreeKVCacheBlockQueue is no list in which a block can be put back to its place")
 
 
 def _can_be_put_back(pool: BlockPool) -> bool:

@@ -52,7 +52,7 @@ def shapes_of(
     if parallel.pipeline_parallel_size > 1:
         counts, planned = ranks.as_on_the_first_stage(counts), 0
     pieces = tuple(
-        replace(piece, host_blocks=n, num_bytes=piece.device_blocks * piece.group.coded.kept_bytes(own))
+        replace(piece, host_blocks=n, num_bytes=piece.device_blocks * piece.group.form.kept_bytes(own))
         for piece, n, own in zip(planner.pieces, counts, own_block_bytes(kv_cache_config), strict=True)
     )
     needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)

@@ -41,23 +41,23 @@ def check_overrides(connector: type) -> None:
     """Raises ConfigurationError if the connector's class has a public name that vLLM does not know: nobody calls it."""
     ours = {name for name in vars(connector) if not name.startswith("_")}
     if unknown := sorted(ours.difference(dir(KVConnectorBase_V1), dir(SupportsHMA))):
-        raise unfit(f"a connector has no {unknown[0]}")
+        raise misfit(f"a connector has no {unknown[0]}")
 
 
 def check_messages() -> None:
     """Raises ConfigurationError if a message between vLLM's halves lacks a field of those above."""
     for message, names in ((SchedulerOutput, STEP), (KVConnectorOutput, STEP_OUTPUT)):
         if missing := sorted(set(names).difference(field.name for field in fields(message))):
-            raise unfit(f"{message.__name__} has no {missing[0]}")
+            raise misfit(f"{message.__name__} has no {missing[0]}")
 
 
 def check_names(thing: Any, names: Iterable[str]) -> None:
     """Raises ConfigurationError if this lacks one of these attributes."""
     if missing := sorted(set(names).difference(dir(thing))):
-        raise unfit(f"{type(thing).__name__} has no {missing[0]}")
+        raise misfit(f"{type(thing).__name__} has no {missing[0]}")
 
 
-def unfit(what: str) -> ConfigurationError:
+def misfit(what: str) -> ConfigurationError:
     return ConfigurationError(
         f"CPUPrefixCacheConnector does not fit vLLM {vllm.__version__}: {what}; use a release that it is tested with"
     )

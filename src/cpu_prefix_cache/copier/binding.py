@@ -42,7 +42,7 @@ class BoundGroup:
 
     @property
     def is_coded(self) -> bool:
-        return self.piece.group.coded is not NONE
+        return self.piece.group.form is not NONE
 
 
 class Binding:
@@ -129,7 +129,7 @@ def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:
 def _bind(piece: Piece, tensors: Sequence[torch.Tensor], host_block_bytes: int) -> BoundGroup:
     name = piece.group.name
     parts = tuple(block_bytes(tensor) for tensor in tensors)
-    offsets = piece_offsets((piece.group.coded.kept_bytes(part.shape[1]) for part in parts), piece.device_blocks)
+    offsets = piece_offsets((piece.group.form.kept_bytes(part.shape[1]) for part in parts), piece.device_blocks)
     if offsets[-1] != piece.num_bytes:
         raise ConfigurationError(
             f"a piece of group {name!r} weighs {offsets[-1]} bytes in the tensors given, "

@@ -56,18 +56,18 @@ class Group(ABC):
             if field.type in (int, "int") and not is_whole(value, least):
                 raise ConfigurationError(f"group {self.name!r} needs {field.name} of at least {least}, got {value!r}")
         try:
-            self.coded.kept_bytes(self.block_bytes)
+            self.form.kept_bytes(self.block_bytes)
         except ConfigurationError as error:
             raise ConfigurationError(f"group {self.name!r}: {error}") from error
 
     @property
-    def coded(self) -> Codec:
+    def form(self) -> Codec:
         return codec_of(self.codec)
 
     @property
     def kept_bytes(self) -> int:
         """The bytes of a device block on the host."""
-        return self.coded.kept_bytes(self.block_bytes)
+        return self.form.kept_bytes(self.block_bytes)
 
     @abstractmethod
     def needed(self, boundary: int) -> Sequence[int]:
@@ -88,7 +88,7 @@ class Group(ABC):
         A class adds the numbers that decide what its blocks hold or which are kept. (The window of 0 is older, and
         groups without a codec are older than codecs.)
         """
-        codec: dict[str, str | int] = {} if self.coded.spelled is None else {"codec": self.coded.spelled}
+        codec: dict[str, str | int] = {} if self.form.spelled is None else {"codec": self.form.spelled}
         return {
             "kind": self.kind,
             "block tokens": self.block_tokens,
