@@ -32,6 +32,12 @@ def test_coded_blocks_come_back_as_raw_ones_do(model, offload):
     assert before.bytes_loaded and per_chunk[1] == before.bytes_loaded, "49 bytes for 64"
 
 
+def test_the_start_line_names_coded_groups(caplog):
+    with CachedEngine(folder_of("llama"), engine=BF16, codec="exponent"):
+        pass
+    assert any("lazy, lru, prefix-0 by codec exponent, no tier" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.parametrize("group", GROUPS["gemma3"])
 def test_one_damaged_coded_block_shows(group):
     """The control."""

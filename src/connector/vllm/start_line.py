@@ -1,7 +1,7 @@
 """The line that the first rank of an engine logs at start: how much the host cache holds, and how it works.
 
-the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, raw, no tier; emptied with
-the device; staged copies (...)
+the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, no tier; emptied with the
+device; staged copies (...)
 """
 
 from connector.vllm.resets import RESETS
@@ -18,10 +18,10 @@ def start_line(settings: Settings, max_model_len: int, choice: ChosenCopier) -> 
     size = _gib(settings.host_bytes * settings.regions)
     ahead = planner.lookahead_chunks * planner.grid_tokens
     drafter = f"; the drafter takes the last {ahead} tokens of each hit" if ahead else ""
-    codec = ", ".join(f"{each.name} coded ({each.codec})" for each in planner.groups if each.codec != RAW)
+    coded = "".join(f"{each.name} by codec {each.codec}, " for each in planner.groups if each.codec != RAW)
     return (
         f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
-        f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, {codec or 'raw'}, "
+        f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, {coded}"
         f"{settings.tier or 'no tier'}; {RESETS[settings.reset]}; {choice.name} copies ({choice.reason}){drafter}"
     )
 
