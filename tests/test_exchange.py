@@ -92,30 +92,6 @@ def test_nothing_is_saved_below_what_finds_no_room():
         engine.cache.pool.unpin(pin)
 
 
-def test_a_load_of_a_request_that_was_aborted_brings_back_what_was_exchanged():
-    engine = exchanging()
-    load = engine.starts("again", "abcd")
-    slots = engine.slots["again"]
-    _, [exchanged], [other] = planned(engine, load)
-    engine.ends("again", 0)
-    engine.reports({load, exchanged.id, other.id})
-    assert engine.host.isdisjoint({"a", "ab", "abc"})
-    (stored,) = engine.steps().transfers
-    assert list(stored.copies[0].device_blocks) == slots[:3] and stored.holds_compute
-    engine.reports({stored.id})
-    assert {"a", "ab", "abc", "abcd"} <= engine.host
-    assert engine.asks("abcd") == Hit(4 * GRID)
-
-
-def test_a_load_of_a_request_that_was_aborted_stores_nothing_where_nothing_was_exchanged():
-    engine = exchanging(exchanges=False)
-    load = engine.starts("again", "abcd")
-    _, _, others = planned(engine, load)
-    engine.ends("again", 0)
-    engine.reports({load, *(each.id for each in others)})
-    assert engine.steps().transfers == ()
-
-
 def test_a_store_that_is_reported_after_its_load_counts():
     engine = exchanging()
     load = engine.starts("again", "abcd")

@@ -59,7 +59,7 @@ def settings_of(config, *groups):
 
 
 def build(config, *groups):
-    return settings_of(config, *groups).build(SimpleNamespace(num_blocks=BLOCKS, null_block=0))
+    return settings_of(config, *groups).build(SimpleNamespace(num_blocks=BLOCKS, null_block=0, blocks_per_chunk=None))
 
 
 # Options

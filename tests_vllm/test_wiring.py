@@ -182,7 +182,7 @@ def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode)
 
 def test_no_host_block_is_used_before_every_rank_has_prepared_it(tmp_path):
     settings = Settings.of(configure(tmp_path), one_group(BLOCKS))
-    cache = settings.build(SimpleNamespace(num_blocks=BLOCKS, null_block=0, handed_out=dict))
+    cache = settings.build(SimpleNamespace(num_blocks=BLOCKS, null_block=0, blocks_per_chunk=None, handed_out=dict))
     assert cache.statistics().pool.ready == 0 < cache.statistics().pool.capacity
 
 

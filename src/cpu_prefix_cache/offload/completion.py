@@ -169,10 +169,7 @@ class Completion:
             load.good = self._good(load)
             self.counts["chunks_loaded"] += min(load.good, len(load.keys))
             self.counts["bytes_loaded"] += load.plan.num_bytes
-            if load.request_id in self._running:
-                self._offload.loaded(load.keys, self._sources(load))
-            else:
-                self._offload.abandoned(load)
+            self._offload.loaded(load.keys, self._sources(load))
         elif not load.is_cancelled:
             self.counts["loads_failed"] += 1
             self._withdraw_sources(load)

@@ -30,7 +30,7 @@ from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.parents import Links, Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Stop, StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 MOST_REMEMBERED = 4  # times what the device holds: more parents than stores in flight can need
 
@@ -57,18 +57,6 @@ class Late(Offload):
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         self._pool.duplicated(reversed(nodes))
-
-    def abandoned(self, load: LoadTransfer) -> None:
-        missing = set(self._pool.missing(load.keys))
-        missing -= {key for key, found in zip(load.keys, self._device.find_all(load.keys), strict=True) if found}
-        if missing:  # exchanged: stored anew, as if the device had handed them out
-            above, width = load.chain.parent_key, self._stores.chunk_blocks
-            keys = load.keys if above is None else [above, *load.keys]
-            self._parents.add(keys, len(keys) - len(load.keys), len(keys))
-            blocks = [block for copy in load.plan.copies for block in copy.device_blocks]
-            for at, key in reversed([*enumerate(load.keys)]):  # as one run
-                if key in missing:
-                    self._taken[key] = blocks[at * width : (at + 1) * width]
 
     def invalidated(self) -> None:
         self._take()

@@ -14,7 +14,7 @@ from cpu_prefix_cache.offload.ancestry import Ancestry
 from cpu_prefix_cache.offload.parents import Parents
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 
 
 class Offload:
@@ -64,9 +64,6 @@ class Offload:
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         """A load has brought chunks with these keys to the device. `nodes` are its sources, parents first."""
-
-    def abandoned(self, load: LoadTransfer) -> None:
-        """A load has ended well after its request did. Its destinations, which nobody holds, have the chunks still."""
 
     def invalidated(self) -> None:
         """Some device blocks hold other bytes than was thought."""
