@@ -23,9 +23,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copying import Part, Role, canonical, spelled
-from cpu_prefix_cache.deciding import RAW, Codec, codec_of
-
-NO_CODEC = codec_of(RAW)
+from cpu_prefix_cache.deciding import RAW, codec_of
 
 
 class Layer(Protocol):
@@ -78,7 +76,7 @@ def bind(
     kv_caches: Mapping[str, Layer],
     transfer_tensors: TransferRegions | None,
     num_blocks: int,
-    codec: Codec = NO_CODEC,
+    codec: str = RAW,
 ) -> BoundTensors:
     """The arguments of ATOM's `register_kv_caches`. `num_blocks` is the number of blocks that its scheduler hands out,
     `codec` that of pages.
@@ -98,7 +96,7 @@ def bind(
     if not pages:
         raise ConfigurationError("ATOM has registered no KV: neither tensors nor block regions")
     for part in pages:
-        codec.check(str(part), part.content, part.rows.shape[1])
+        codec_of(codec).check(str(part), part.content, part.rows.shape[1])
     kept = [parts for parts in (pages, slots) if parts]
     return BoundTensors(tuple(tuple(canonical(parts)) for parts in kept), tuple(map(spelled, kept)))
 

@@ -24,7 +24,7 @@ from connector.atom.tier_settings import tier_settings
 from connector.common.deadlines import LOAD_SECONDS
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copying import CopyWorker, HostArena, choose_copier
-from cpu_prefix_cache.deciding import HybridChunkPlanner, codec_of
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class CPUPrefixCacheWorker(KVConnectorBase):
             raise ConfigurationError(
                 "ATOM has registered its KV a second time, and what the host keeps is of the first: start it again"
             )
-        bound = bind(kv_caches, transfer_tensors, num_blocks, codec_of(self._settings.codec))
+        bound = bind(kv_caches, transfer_tensors, num_blocks, self._settings.codec)
         planner = self._settings.planner(bound.block_bytes)
         is_cuda = bound.device.type == "cuda"
         arena = HostArena(

@@ -58,9 +58,10 @@ def planner_for(
         if (kind := _one_kind(group)) is not None
     ]
     if codec != RAW and all(group.codec == RAW for group in groups):
+        form = codec_of(codec)
         raise ConfigurationError(
-            f'codec "{codec}" is for KV of {codec_of(codec).dtype} in blocks of {codec_of(codec).unit} bytes, of which '
-            "this model has none: leave it out"
+            f'codec "{codec}" is for KV of {form.dtype} in blocks of {form.unit} bytes, of which this model has none: '
+            "leave it out"
         )
     _check_lengths(groups, grid)
     length = vllm_config.model_config.max_model_len
@@ -140,8 +141,8 @@ def _group(
     _, fields = _kept(group.kv_cache_spec)
     if kind.is_prefix:
         fields["lookahead_tokens"] = lookahead_tokens
-    block_bytes = _scheduled_bytes(group, pages)
-    is_coded = _dtypes(group) == {codec_of(codec).dtype} and block_bytes % codec_of(codec).unit == 0
+    block_bytes, form = _scheduled_bytes(group, pages), codec_of(codec)
+    is_coded = _dtypes(group) == {form.dtype} and block_bytes % form.unit == 0
     return kind(
         name=f"{kind.kind}-{at}",
         block_tokens=group.kv_cache_spec.block_size,

@@ -7,12 +7,11 @@ bytes), a *unit* 32 groups; the last unit of a fragment may be shorter. A unit o
     then     [bases: 4 g bytes][reserve: 4 g bytes, zeros after the last escape]
 
 which is 392 bytes of 512: 12.25 bits a value, 1.306 times. Fragments have an even number of groups, so that each coded
-one begins at a multiple of 16 bytes. A code is 4 bits: 0 to 13 how far an
-exponent is below the base of its row, 14 the exponent 0 (zeros and subnormals), 15 an *escape*, whose exponent is the
-next byte of the reserve. No field has the places of escapes: their order gives them. A unit with more than 4 g
-escapes (1.56 %) *does not fit*; nothing else is refused. A base is the largest exponent of the row, or, where few
-values are far above the others (a channel of outliers, an infinity), one that makes those the escapes. Decoders take
-any base.
+one begins at a multiple of 16 bytes. A code is 4 bits: 0 to 13 how far an exponent is below the base of its row, 14 the
+exponent 0 (zeros and subnormals), 15 an *escape*, whose exponent is the next byte of the reserve. No field has the
+places of escapes: their order gives them. A unit with more than 4 g escapes (1.56 %) *does not fit*; nothing else is
+refused. A base is the largest exponent of the row, or, where few values are far above the others (a channel of
+outliers, an infinity), one that makes those the escapes. Decoders take any base.
 
 A value is element (row, word, half) of its group [4, 32, 2]. Codes lie in the order (word, half, row): a 32-bit word of
 each row gives a whole word of codes by shifts, and no thread needs another's. Escapes lie in the order (step, word,

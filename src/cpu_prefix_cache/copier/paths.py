@@ -150,13 +150,13 @@ class ThroughRing:
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> Unfit | None:
         ring.streams.kernels.wait(after)
-        width, is_coded = self._group.piece.host_blocks, self._group.is_coded and direction is Direction.STORE
-        unfit = NO_FLAGS
-        if is_coded:
-            unfit = torch.zeros(len(copy.host_blocks) // width, dtype=torch.int32, pin_memory=self._is_pinned)
+        unfit: Unfit | None = None
+        if self._group.is_coded and direction is Direction.STORE:
+            firsts = copy.host_blocks[:: self._group.piece.host_blocks]
+            unfit = Unfit(torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned), firsts)
         for section in self._sections:
-            section.submit(direction, copy, ring, unfit)
-        return Unfit(unfit, copy.host_blocks[::width]) if is_coded else None
+            section.submit(direction, copy, ring, NO_FLAGS if unfit is None else unfit.flags)
+        return unfit
 
 
 def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:

@@ -58,8 +58,8 @@ class ReferenceCopier(Copier):
                     if direction is Direction.LOAD:
                         self._load(group, device_rows, host_rows)
                         continue
-                    fits = self._store(group, device_rows, host_rows)
-                    unfit += [host_blocks[at * group.piece.host_blocks] for at in (~fits).nonzero().flatten().tolist()]
+                    pieces = self._store(group, device_rows, host_rows)
+                    unfit += [host_blocks[at * group.piece.host_blocks] for at in sorted(pieces)]
         finally:
             self.here().until_passed()
         return Stored(Passed(), lambda: unfit)
@@ -67,20 +67,20 @@ class ReferenceCopier(Copier):
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self._binding.num_pieces(direction, copy)
 
-    def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> torch.Tensor:
-        """`host_rows`: the first host blocks of all pieces, the second ones, and so on. Whether each piece fits."""
+    def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> set[int]:
+        """`host_rows`: the first host blocks of all pieces, the second ones, and so on. Which pieces do not fit."""
         host, blocks = self._binding.host, group.piece.device_blocks
-        taken, fits = [], torch.ones((), dtype=torch.bool)
+        taken, unfit = [], set[int]()
         for part in group.parts:
             content = _read(part, device_rows)
             if group.is_coded:
-                content, each_fits = coded_form.encode(content)
-                fits = fits & each_fits.view(-1, blocks).all(1)
+                content, fits = coded_form.encode(content)
+                unfit.update((~fits.view(-1, blocks).all(1)).nonzero().flatten().tolist())
             taken.append(content.reshape(-1, blocks * content.shape[1]))
         packed = torch.cat(taken, dim=1).to(host.device)
         for rows, content in zip(host_rows, packed.split(host.shape[1], dim=1), strict=True):
             _write(host[:, : content.shape[1]], rows, content)
-        return fits.expand(len(packed))
+        return unfit
 
     def _load(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> None:
         host = self._binding.host
