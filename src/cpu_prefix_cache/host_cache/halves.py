@@ -25,7 +25,7 @@ from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
@@ -110,6 +110,7 @@ class Halves:
             grid_tokens=chunk_tokens,
             in_pages=below is not None,
         )
+        check_fits(device, planner)  # as the cache does, but before the region is allocated
         num_blocks = _num_blocks(planner, host_bytes)
         tensors = [each.tensors for each in groups]
         on = tensors[0][0].device
