@@ -477,6 +477,25 @@ def coded(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -
             times = [[measured(method, LOAD, 1)[0] for method in small] for _ in range(25)][5:]
             raw, ours = (median(each) * 1e3 for each in zip(*times, strict=True))
             line(f"{fragment:>5} KiB x {count:<4} one load of {size // MIB} MiB: coded {ours:.3f} ms, raw {raw:.3f}")
+    coded_slowdown(arena, pinned, 5 if options.quick else 15)
+
+
+def coded_slowdown(arena: HostArena, pinned: torch.Tensor, repeats: int) -> None:
+    """Compute that is lost beside copies, for each GB of KV, of which both codecs have to move as much."""
+    codecs = ("none", "exponent")
+    methods = [Staged(Scene(arena, pinned, 16 * KIB, 128, 256 * MIB, "random", codec)) for codec in codecs]
+    for direction in Direction:
+        for loop, compute in loops().items():
+            each: list[list[Pair]] = [[] for _ in codecs]
+            for run in range(repeats):
+                for method, pairs in zip(methods, each, strict=True):
+                    pairs.append(alternating(compute, method, direction, run % 2 == 0))
+            for codec, pairs in zip(codecs, each, strict=True):
+                lost = median((beside - alone) / (rate * beside) for alone, beside, rate in pairs) * 1e12
+                ratio = median(beside / alone for alone, beside, _ in pairs)
+                rate = median(rate for *_, rate in pairs) / 1e9
+                text = f"{loop} beside {direction.value}s, codec {codec}: {ratio:.3f}x at {rate:.1f} GB/s of KV"
+                line(f"{text}, {lost:.2f} ms of compute lost per GB")
 
 
 def coded_comes_back(scene: Scene, method: Staged) -> None:

@@ -20,6 +20,7 @@ measured; tests_vllm and tests_gpu/vllm_equality.py test that bytes are right.
                long they take when the device still has the beginning
     rounds     32 prompts of 8,192 tokens at once, with 128 tokens of output each, three times
     full       new prompts on a device that is full: stores run all the time
+    decode     steps of 8 requests that decode, alone and until the first token of a known prompt of 32,768 tokens
 """
 
 import argparse
@@ -90,6 +91,9 @@ PIN_SECONDS_PER_GIB = 0.25  # when several engines pin at the same time
 PAUSE_SECONDS = 0.2  # longer than any engine needs to store what one prompt has evicted
 SWEEP = 32_768  # tokens of a prompt that is used to evict others
 TAIL = 32
+DECODING = 8  # requests, in `decode`
+DECODING_TOKENS = 256
+STEPS = 50
 FEW = 4  # prompts at a time, in `idle` and `stores`
 LOADED = "vllm:cpu_prefix_cache_transferred_bytes"
 
@@ -337,7 +341,31 @@ def full(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[s
     yield from alternating(running, args, 64)
 
 
-PARTS = {part.__name__: part for part in (idle, stores, ttft, together, rounds, full)}  # in this order
+def decode(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    prompts = {engine.name: [engine.new(32_768) for _ in range(args.prompts)] for engine in running}
+    for engine in running:
+        engine.ask(prompts[engine.name])
+        engine.sweep(args.device_blocks * 16)
+    answers: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in running}
+    for at in range(args.prompts):
+        for engine in running:
+            beside = prompts[engine.name][at] + engine.new(TAIL)
+            decoding = [engine.new(DECODING_TOKENS) for _ in range(DECODING)]
+            answers[engine.name].append(engine.send({"beside": beside, "decoding": decoding, "steps": STEPS}))
+            time.sleep(PAUSE_SECONDS)
+    for name, each in answers.items():
+        steps = [answer["beside"][:-1] for answer in each]  # the last one computes the prompt, too
+        yield dict(
+            engine=name,
+            first_token_ms=ms([answer["seconds"] for answer in each]),
+            step_alone_ms=round(1e3 * median(seconds for answer in each for seconds in answer["alone"]), 2),
+            step_beside_ms=round(1e3 * median(seconds for taken in steps for seconds in taken), 2),
+            steps_beside=[len(taken) for taken in steps],
+            found=[answer["cached"] for answer in each],
+        )
+
+
+PARTS = {part.__name__: part for part in (idle, stores, ttft, together, rounds, full, decode)}  # in this order
 
 
 def main() -> None:

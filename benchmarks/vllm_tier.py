@@ -25,14 +25,24 @@ from statistics import median
 from typing import Any
 
 from common import print_environment
-from vllm_reload import GIB, PIN_SECONDS_PER_GIB, SWEEP, TAIL, Engine, all_ms, model_folder, ms, say
+from vllm_reload import (
+    DECODING,
+    DECODING_TOKENS,
+    GIB,
+    PIN_SECONDS_PER_GIB,
+    STEPS,
+    SWEEP,
+    TAIL,
+    Engine,
+    all_ms,
+    model_folder,
+    ms,
+    say,
+)
 
 TOKEN_BYTES = 131_072  # of the shape of Llama 3.1 8B
 BLOCK_TOKENS = 16
 WRITE_SECONDS = 1.0  # after each prompt that evicts others, for what the tier writes
-DECODING = 8
-DECODING_TOKENS = 256
-STEPS = 50
 TIER = "vllm:cpu_prefix_cache_tier_"
 COUNTERS = ("hit_tokens", "transferred_bytes", "requests", "refused_slots", "unsaved_chunks")
 
