@@ -28,6 +28,7 @@ PROTOTYPES = {
     "hipHostUnregister": "hipError_t hipHostUnregister(void* hostPtr)",
     "hipMemcpyAsync": "hipError_t hipMemcpyAsync(void* dst, const void* src, size_t sizeBytes, hipMemcpyKind kind, "
     "hipStream_t stream)",
+    "hipStreamWaitEvent": "hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, unsigned int flags)",
     "hipGetDevice": "hipError_t hipGetDevice(int* deviceId)",
     "hipSetDevice": "hipError_t hipSetDevice(int deviceId)",
     "hipThreadExchangeStreamCaptureMode": "hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode* mode)",
@@ -47,6 +48,7 @@ typedef enum { hipMemcpyHostToHost, hipMemcpyHostToDevice, hipMemcpyDeviceToHost
 typedef enum { hipStreamCaptureModeGlobal, hipStreamCaptureModeThreadLocal, hipStreamCaptureModeRelaxed }
     hipStreamCaptureMode;
 typedef struct ihipStream_t* hipStream_t;
+typedef struct ihipEvent_t* hipEvent_t;
 
 static char notes[1 << 14], refused[64];
 static int code, current = 0;
@@ -72,6 +74,7 @@ static hipError_t note(const char* name, int count, const uint64_t* values) {
 @hipHostRegister@ { return NOTE(AS(hostPtr), AS(sizeBytes), AS(flags)); }
 @hipHostUnregister@ { return NOTE(AS(hostPtr)); }
 @hipMemcpyAsync@ { return NOTE(AS(dst), AS(src), AS(sizeBytes), AS(kind), AS(stream)); }
+@hipStreamWaitEvent@ { return NOTE(AS(stream), AS(event), AS(flags)); }
 @hipGetDevice@ { *deviceId = current; return note(__func__, 0, NULL); }
 @hipSetDevice@ {
     hipError_t error = NOTE(AS(deviceId));
@@ -96,6 +99,7 @@ HOST = 0xFEDCBA9876543210
 DEVICE = 0xA1B2C3D4E5F60718
 STREAM = 0x8F7E6D5C4B3A2918
 SIZE = 0x9182736455463728
+EVENT = 0xB3A4958677685950
 
 
 def built(path, changed=("", "")):
@@ -165,6 +169,7 @@ ASKED = {
         lambda driver: driver.copy(HOST, DEVICE, SIZE, STREAM, pinned=True),
         [("hipMemcpyAsync", True, HOST, DEVICE, SIZE, 4, STREAM)],
     ),
+    "wait": (lambda driver: driver.wait(STREAM, EVENT), [("hipStreamWaitEvent", True, STREAM, EVENT, 0)]),
     "work": (work, [(GET, True), (SET, True, 3), (EXCHANGE, True, RELAXED), (EXCHANGE, True, 0), (SET, True, 0)]),
     "tell an address": (lambda driver: driver.pci_address(5), [("hipDeviceGetPCIBusId", False, 32, 5)]),
 }

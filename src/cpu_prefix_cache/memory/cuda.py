@@ -72,6 +72,9 @@ class CudaDriver:
         same = ctypes.addressof(attributes), ctypes.addressof(_ZERO), 1, ctypes.addressof(_FAILED)
         _check("copy a batch", self._batch(destinations, sources, sizes, count, *same, stream))
 
+    def wait(self, stream: int, event: int) -> None:
+        _check("wait for an event", self._quick.cuStreamWaitEvent(_POINTER(stream), _POINTER(event), 0))
+
     def working_in(self, device: int | None) -> "Working":
         return Working(self._quick, None if device is None else self._primary_context(device))
 

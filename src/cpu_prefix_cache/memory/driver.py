@@ -50,6 +50,9 @@ class Driver(Protocol):
     def copy_batch(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
         """Have `stream` carry out `count` copies of pinned memory. The first three are addresses of arrays of int64."""
 
+    def wait(self, stream: int, event: int) -> None:
+        """Have `stream` wait for `event`: torch's call of this releases Python's lock."""
+
     def working_in(self, device: int | None) -> AbstractContextManager[None]:
         """This thread works with a device as torch does; None: with the one that it works with already.
 

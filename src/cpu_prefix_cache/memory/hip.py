@@ -17,6 +17,7 @@ _PROTOTYPES = {
     "hipHostRegister": (_POINTER, _SIZE, ctypes.c_uint),
     "hipHostUnregister": (_POINTER,),
     "hipMemcpyAsync": (_POINTER, _POINTER, _SIZE, _INT, _POINTER),
+    "hipStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
     "hipGetDevice": (ctypes.POINTER(_INT),),
     "hipSetDevice": (_INT,),
     "hipThreadExchangeStreamCaptureMode": (ctypes.POINTER(_INT),),
@@ -49,6 +50,9 @@ class HipDriver:
 
     def copy_batch(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
         raise DriverError("copy in batches (`copy` is as fast there)", NOT_SUPPORTED, self.name)
+
+    def wait(self, stream: int, event: int) -> None:
+        _check("wait for an event", self._quick.hipStreamWaitEvent(stream, event, 0))
 
     def working_in(self, device: int | None) -> "Working":
         return Working(self._quick, device)
