@@ -7,7 +7,7 @@ A *slot* is where one chunk lives on the device; `blocks_of(slot)` are its devic
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -162,6 +162,7 @@ class QueueSlots:
     calls: int = 0
     null_block: int | None = 0
     num_promised = 0
+    frees_after_use = False
     unwritten: set[int] = field(default_factory=set)
     computed: set[bytes] = field(default_factory=set)  # keys of chunks that had their bytes somewhere
     noted: dict[bytes, Sequence[int]] | None = None  # what was handed out, if that is noted
@@ -226,9 +227,6 @@ class QueueSlots:
             return None
         noted, self.noted = self.noted, {}
         return {key: blocks for key, blocks in noted.items() if self.find(key) is None}
-
-    def were_used(self, blocks: Collection[int]) -> bool:
-        return True
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> tuple[Sequence[int], Sequence[int]]:
         self.calls += 1

@@ -500,7 +500,8 @@ class FakeRank:
 
     def _check_early(self, plan: object) -> None:
         """Check that what an early store reads was there before the compute of the step before."""
-        for copy in (copy for store in plan.transfers if store.is_early for copy in store.copies):
+        stores = (each for each in plan.transfers if each.is_early and each.direction is Direction.STORE)
+        for copy in (copy for store in stores for copy in store.copies):
             for block in copy.device_blocks:
                 assert self.before.get(block) == self.device.get(block), f"block {block} was not there so early"
         self.before = dict(self.device)
@@ -726,6 +727,7 @@ class Engine:
         self.admitted: list[tuple[int, int]] = []  # tokens that were on the device, and tokens after the load
         self.now = 0.0
         self._in_flight: list[tuple[object, ModelRunnerOutput]] = []
+        self._used: set[int] = set()  # blocks, by the last step
         self._lag = 1 if asynchronous else 0
         self._aggregator = KVOutputAggregator(ranks)
         self._hasher = self.model.hasher(get_request_block_hasher(self.hash_tokens, sha256))
@@ -857,6 +859,8 @@ class Engine:
         self.counts["preemptions"] += len(output.preempted_req_ids or ())
         self.counts["blocks copied"] += len(output.kv_cache_block_copies or ())
         metadata = output.kv_connector_metadata
+        self._check_early(metadata.plan)
+        self._used = self._blocks_used(output)
         self._note_plan(metadata)
         for rank in self.ranks:
             rank.prepare(output)
@@ -872,6 +876,18 @@ class Engine:
         self.random.shuffle(outputs)  # ranks report in any order
         self._in_flight.append((output, self._aggregator.aggregate(outputs, 0)))
 
+    def _check_early(self, plan: object) -> None:
+        """Check that no early transfer touches a block which a step under way uses."""
+        for transfer in plan.transfers if self._in_flight else ():
+            if transfer.is_early:
+                blocks = {block for copy in transfer.copies for block in copy.device_blocks}
+                assert blocks.isdisjoint(self._used), "copied too early"
+                self.counts[f"{transfer.direction.value}s beside a step"] += 1
+
+    def _blocks_used(self, output: object) -> set[int]:
+        tables = map(self.scheduler.kv_cache_manager.get_block_ids, output.num_scheduled_tokens)
+        return {block for table in tables for group in table for block in group} - {self.pool.null_block.block_id}
+
     def _note_plan(self, metadata: object) -> None:
         saved = {id for transfer in metadata.plan.transfers for id in transfer.after}
         for transfer in metadata.plan.transfers:
@@ -882,7 +898,6 @@ class Engine:
             else:
                 self._check_sources(transfer, transfer.id in saved or transfer.holds_compute)
                 self.counts["stores of what compute overwrites"] += transfer.holds_compute
-                self.counts["stores that are early"] += transfer.is_early
                 self.counts["stores of what a load overwrites"] += transfer.id in saved
                 self.counts["stores in exchange with a load"] += bool(transfer.after)
         self.counts["loads cancelled"] += len(metadata.plan.cancelled)

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, init_none_hash,
 
 from connector.vllm import pool_view
 
-CALLS = ("hold_run", "release_run", "on_reuse", "on_free")
+CALLS = ("hold_run", "release_run", "on_reuse")
 DOC = Path(__file__).parents[1] / "docs" / "upstream_vllm.md"
 
 
@@ -28,8 +28,8 @@ def proposed() -> dict[str, Any]:
 
 @pytest.fixture(params=["proposed", "by hand"])
 def pool(monkeypatch, request):
-    """A pool of ten blocks, the first eight of which have names, with the four calls: in a vLLM to which the lines were
-    added, or as the connector has them.
+    """A pool of ten blocks, the first eight of which have names, with the three calls: in a vLLM to which the lines
+    were added, or as the connector has them.
     """
     init_none_hash(sha256)
     pool = pool_with_the_lines(monkeypatch) if request.param == "proposed" else a_pool()
@@ -52,8 +52,8 @@ def pool_with_the_lines(monkeypatch):
             if not method.startswith("__"):
                 monkeypatch.setattr(getattr(owner, name), method, function, raising=False)
     pool = a_pool()
-    pool.reuse_calls, pool.free_calls = [], []
-    take, free = pool.free_block_queue.popleft_n, pool.free_blocks
+    pool.reuse_calls = []
+    take = pool.free_block_queue.popleft_n
 
     def popleft_n(number):  # `get_new_blocks` has taken them, and not cleared them
         blocks = take(number)
@@ -61,12 +61,7 @@ def pool_with_the_lines(monkeypatch):
             call(blocks)
         return blocks
 
-    def free_blocks(blocks):
-        for call in pool.free_calls:
-            call(blocks)
-        free(blocks)
-
-    pool.free_block_queue.popleft_n, pool.free_blocks = popleft_n, free_blocks
+    pool.free_block_queue.popleft_n = popleft_n
     return pool
 
 
@@ -109,14 +104,5 @@ def test_a_watcher_of_reuse_gets_blocks_that_still_have_their_hashes(pool):
     assert shown == named and None not in shown and all(block.block_hash is None for block in new)
 
 
-def test_freed_blocks_are_shown_to_their_watchers(pool):
-    shown = []
-    pool.on_free(shown.extend)
-    new = pool.get_new_blocks(3)
-    assert shown == []
-    pool.free_blocks(new[:2])
-    assert shown == new[:2]
-
-
-def test_the_page_proposes_the_four_calls(pool):
+def test_the_page_proposes_the_three_calls(pool):
     assert {name for name in vars(proposed()["BlockPool"]) if not name.startswith("__")} == set(CALLS)

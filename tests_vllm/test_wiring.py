@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.common.request_flags import LOAD, allows
 from connector.vllm import CPUPrefixCacheConnector, ranks, regions, versions
 from connector.vllm import worker as worker_module
+from connector.vllm.device import VllmDevice
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
 from tests_vllm.engine import AT_ONCE, BLOCK, NEVER, Engine, drafting, full, latent, one_group, state, vllm_config
@@ -273,3 +274,13 @@ def test_blocks_handed_out_are_noted_only_where_nobody_writes_them_first(tmp_pat
     assert versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=True))
     assert versions.zeroes_new_blocks(SimpleNamespace())  # a release without the field
     assert not versions.zeroes_new_blocks(SimpleNamespace(needs_kv_cache_zeroing=False))
+
+
+@pytest.mark.parametrize(("asynchronous", "is_alone"), [(True, True), (True, False), (False, True)])
+def test_copies_are_early_where_vllm_returns_blocks_after_the_steps_that_use_them(tmp_path, asynchronous, is_alone):
+    """It does so where steps overlap; and nobody may write to the blocks before the ranks have the plan."""
+    engine = Engine(tmp_path, asynchronous=asynchronous)
+    assert engine.scheduler.defer_block_free is asynchronous
+    device = VllmDevice(engine.half.device._pool, engine.half._planner, [0], is_alone=is_alone, overlaps=asynchronous)
+    assert device.frees_after_use is (asynchronous and is_alone)
+    assert engine.half.device.frees_after_use is asynchronous

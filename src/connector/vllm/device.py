@@ -25,7 +25,7 @@ In a model without prefix groups chunks have no blocks, and vLLM does not know w
 recent ones are remembered here, RECENT_PER_BLOCK for each device block.
 """
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 
@@ -42,7 +42,8 @@ class VllmDevice(Device):
     block hashes of a request that make a chunk.
 
     vLLM gives a block its hash when it allocates it, before the step that computes it. `unwritten` returns the hashes
-    of blocks that the step being scheduled will compute: a block in use is not found by such a hash.
+    of blocks that the step being scheduled will compute: a block in use is not found by such a hash. Where one step
+    `overlaps` the next, vLLM frees blocks when the steps that use them have ended (`defer_block_free`).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class VllmDevice(Device):
         unwritten: Callable[[], Container[bytes]] = tuple,
         hashes_per_chunk: int = 1,
         is_alone: bool = False,
+        overlaps: bool = False,
     ) -> None:
         self._pool = pool
         self._planner = planner
@@ -78,9 +80,9 @@ class VllmDevice(Device):
         self._checkpoints = _Checkpoints()
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._notes = Notes(pool.num_blocks)
-        self._freed = set[int]()  # since the last plan
         # Else somebody writes blocks before the ranks are told of the step: vLLM zeros and states, and blocks that were
         # hit in part; another connector what it loads.
+        self._overlaps = overlaps
         self._is_written_last = is_alone and hashes_per_chunk == 1 and not planner.has_checkpoints
 
     @property
@@ -218,16 +220,12 @@ class VllmDevice(Device):
             self._note_from_now_on()
         return self._notes.take(self.find_all)
 
-    def were_used(self, blocks: Collection[int]) -> bool:
-        return not self._freed.isdisjoint(blocks)
-
-    def step_planned(self) -> None:
-        """A step was planned: it may use what is freed from now on."""
-        self._freed.clear()
+    @property
+    def frees_after_use(self) -> bool:
+        return self._overlaps and self._is_written_last
 
     def _note_from_now_on(self) -> None:
         self._pool.on_reuse(lambda leaving: self._notes.update(self._chunks_in(leaving)))
-        self._pool.on_free(self._freed.update)
 
     def _chunks_in(self, leaving: Sequence[tuple[int, bytes | None]]) -> dict[bytes, Sequence[int]]:
         """The chunks in these blocks, each with all its blocks. Without checkpoints each block with a name is one."""

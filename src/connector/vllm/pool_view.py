@@ -10,7 +10,7 @@ block nor its hash. What was held comes back to where it waited.
 
 The *name* of a block is what vLLM finds it by (`BlockHashWithGroupId`): a hash, and behind it the suffix of a group.
 
-`hold_run`, `release_run`, `on_reuse` and `on_free` are what vLLM's own pool lacks (docs/upstream_vllm.md). vLLM
+`hold_run`, `release_run` and `on_reuse` are what vLLM's own pool lacks (docs/upstream_vllm.md). vLLM
 promises nothing of what they do by hand. `check_pool` refuses a release that has changed it: later the engine would
 hand out blocks that are in use, or never find anything.
 """
@@ -133,10 +133,6 @@ class PoolView:
     def on_reuse(self, call: Callable[[Sequence[tuple[int, bytes | None]]], None]) -> None:
         """Have blocks passed with their names, right before they are handed out."""
         on_reuse(self._pool, lambda blocks: call([*map(_NUMBER_AND_NAME, blocks)]))
-
-    def on_free(self, call: Callable[[Sequence[int]], None]) -> None:
-        """Have blocks passed that requests give back."""
-        on_free(self._pool, lambda blocks: call([block.block_id for block in blocks]))
 
     # Holds
 
@@ -306,18 +302,6 @@ def on_reuse(pool: BlockPool, call: Callable[[Sequence[KVCacheBlock]], None]) ->
         return hand_out(num_blocks)
 
     pool.get_new_blocks = calling
-
-
-def on_free(pool: BlockPool, call: Callable[[Sequence[KVCacheBlock]], None]) -> None:
-    """Have `free_blocks` pass the blocks whose references it ends."""
-    free: Callable[[Iterable[KVCacheBlock]], None] = pool.free_blocks
-
-    def calling(ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        blocks = list(ordered_blocks)
-        call(blocks)
-        free(blocks)
-
-    pool.free_blocks = calling
 
 
 # The check at start

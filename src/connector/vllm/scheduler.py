@@ -73,6 +73,7 @@ class SchedulerHalf:
             self._unwritten_hashes,
             settings.hashes_per_chunk,
             is_alone=is_alone,
+            overlaps=settings.overlaps,
         )
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
@@ -201,9 +202,7 @@ class SchedulerHalf:
             self.cache.computed(id, tokens)
         if self.tier is not None:
             self.tier.passed(self.clock())
-        plan = self.cache.step()
-        self.device.step_planned()
-        return plan
+        return self.cache.step()
 
     def _plan_below(self) -> TierPlan | None:
         return None if self.tier is None else self.tier.plan_below()

@@ -48,6 +48,7 @@ class Settings:
     is_shared: bool
     hashes_per_chunk: int
     steps: EngineSteps
+    overlaps: bool  # whether vLLM schedules a step before the one before has ended
     publishes_events: bool  # whether vLLM publishes KV events
     tier: EngineTier | None
     revision_file: str | None  # of the tier, if it has one
@@ -82,6 +83,7 @@ class Settings:
             is_shared=is_shared,
             hashes_per_chunk=hashes,
             steps=_steps(vllm_config, planner, kv_cache_config),
+            overlaps=vllm_config.max_concurrent_batches > 1,
             publishes_events=_publishes_events(vllm_config),
             revision_file=None if option is None else option.revision_file,
             tier=_tier(option, vllm_config, planner, hashes, regions),

@@ -9,7 +9,7 @@ or without a key, so that it can be handed out. The order of eviction is the ord
 out.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -89,9 +89,12 @@ class Device(Protocol):
         """
         return None
 
-    def were_used(self, blocks: Collection[int]) -> bool:
-        """Whether compute of the step before may have written or read one of these blocks, which were handed out."""
-        return True
+    @property
+    def frees_after_use(self) -> bool:
+        """Whether no step under way uses a block when it is handed out, and nothing writes to it before the next plan.
+        What is copied to or from handed-out blocks need not wait for such a step then.
+        """
+        return False
 
     @property
     def null_block(self) -> int | None:

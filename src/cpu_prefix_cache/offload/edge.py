@@ -106,8 +106,9 @@ class Edge:
         with self.pool.pinned(*nodes) as pin:  # before anything is evicted for what it overwrites
             before = self.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
             after = tuple(store.id for store in before)
+            plan = self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after)
             transfer = LoadTransfer(
-                self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after),
+                plan._replace(is_early=self.device.frees_after_use),
                 chain,
                 hold=self.device.hold(device_blocks),
                 pin=pin,

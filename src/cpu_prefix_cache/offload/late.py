@@ -177,6 +177,6 @@ class Late(Offload):
         read = [into[key] for key in chain.keys if key in into]
         transfer, stop = self._stores.plan(chain, self._pool.touch(None), left=sources, read=read)
         if transfer is not None:
-            used = any(self._device.were_used(copy.device_blocks) for copy in transfer.plan.copies)
-            transfer.plan = transfer.plan._replace(holds_compute=not by_load, is_early=not used)
+            is_early = self._device.frees_after_use
+            transfer.plan = transfer.plan._replace(holds_compute=not by_load, is_early=is_early)
         return transfer, stop
