@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from functools import partial
 
-from cpu_prefix_cache.copier.streams import Event, StreamPair, Streams
+from cpu_prefix_cache.copier.streams import Event, ReadsOf, StreamPair, Streams
 
 HANDLES = 0x7F5C << 32  # as large as those of a driver, so that one that was cut is no stream's
 
@@ -63,9 +63,11 @@ class SimulatedStream:
         return event
 
     def wait(self, event):
-        if not isinstance(event, SimulatedEvent):  # of a pair of streams
-            self.wait(event.one)
-            self.wait(event.other)
+        if isinstance(event, ReadsOf):
+            event = event.store.reads
+        if not isinstance(event, SimulatedEvent):
+            for each in getattr(event, "events", ()):  # else it is Passed
+                self.wait(each)
             return
         self.waited_for.append(event.stream)
         self.put(("wait", event))

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.copier import exchange
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.exchange import PORTION_BYTES, Whole, cut, exchanges
 from cpu_prefix_cache.copier.pace import RATED_BYTES, RATED_LOADS
 from cpu_prefix_cache.copier.reference import ReferenceCopier
+from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
@@ -508,8 +510,8 @@ class Staged:
     """A staged copier in Triton's interpreter, on streams that run as late as they may, in any order."""
 
     def __init__(self, seed=0, **options):
-        self.part, self.host = randoms(64, 96), poisoned(64, 96)
-        self.host[:] = randoms(64, 96, seed=1)
+        self.part, self.host = randoms(64, 96), poisoned(96, 96)
+        self.host[:] = randoms(96, 96, seed=1)
         driver = SimulatedDriver(SimulatedStreams(rng=random.Random(seed)))
         self.shapes = shapes_of([[self.part]], [1], 96)
         self.copier = simulated_copier(driver, self.shapes, [[self.part]], self.host, ring_bytes=4096, **options)
@@ -517,20 +519,34 @@ class Staged:
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_staged_copier_exchanges_bytes(seed, threads):
-    bench, rng = Staged(seed), random.Random(seed)
-    count, lag = 20, 5
-    host, device = rng.sample(range(50), count), rng.sample(range(64), count)
-    saved_in = [*range(50, 50 + lag), *host[: count - lag]]
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_staged_copier_saves_what_a_load_overwrites(exchanges, seed, threads, monkeypatch):
+    assert both_have_their_bytes(Staged(seed), exchanges, threads, monkeypatch)
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_load_that_does_not_wait_for_reads_would_overwrite_them(exchanges, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(StagedCopier, "behind", lambda self, after, stores: after)
+    assert not all(both_have_their_bytes(Staged(seed), exchanges, True, monkeypatch) for seed in range(9))
+
+
+def both_have_their_bytes(bench, exchanges, threads, monkeypatch):
+    """Save what a load overwrites, in an exchange in host blocks that it has read. Whether all bytes are right then."""
+    monkeypatch.setattr(exchange, "PORTION_BYTES", 0)
+    rng, count, lag = random.Random(0), 40, 16
+    host, device = rng.sample(range(40), count), rng.sample(range(64), count)
+    saved_in = [*range(50, 50 + lag), *host[: count - lag]] if exchanges else [*range(50, 50 + count)]
     was_host, was_part = bench.host.clone(), bench.part.clone()
     loading = TransferPlan(9, LOAD, (GroupCopy(0, tuple(host), tuple(device)),), 1, after=(0,))
+    saving = store(saved_in, device)._replace(after=(9,) if exchanges else ())
     worker = CopyWorker(0, bench.copier, threads=threads)
-    worker.run(StepPlan(0, (store(saved_in, device), loading)))
+    worker.run(StepPlan(0, (saving, loading)))
     worker.drain()
     assert worker.report().done == {0, 9}
-    was_host[saved_in], was_part[device] = was_part[device], was_host[host]
-    assert torch.equal(bench.host, was_host) and torch.equal(bench.part, was_part)
     worker.close()
+    was_host[saved_in], was_part[device] = was_part[device], was_host[host]
+    return torch.equal(bench.host, was_host) and torch.equal(bench.part, was_part)
 
 
 def test_a_piece_of_several_blocks_on_both_sides_is_one_piece():

@@ -107,6 +107,29 @@ def test_blocks_that_cross_as_they_are_wait_for_compute_too():
     assert (part[4:] == 7).all() and (part[:4] == 0).all()
 
 
+def test_compute_that_a_store_holds_waits_for_its_reads_and_not_for_the_link():
+    bench = Bench(SimulatedStreams(("pack", "compute")))
+    event = bench.copier.submit(Direction.STORE, [GroupCopy(0, (0,), (3,))], bench.copier.here())
+    bench.copier.hold_compute(event.reads)
+    bench.streams.compute.submit(lambda _: bench.parts[0].fill_(7))
+    bench.streams.compute.synchronize()
+    assert not event.passed()
+    event.until_passed()
+    assert torch.equal(bench.host[0, :1000], bench.before[0][3])
+
+
+def test_compute_that_a_direct_store_holds_waits_for_the_link():
+    streams = SimulatedStreams(("pack", "compute"))
+    part, host = randoms(6, 64), poisoned(6, 64)
+    copier = simulated_copier(SimulatedDriver(streams), shapes_of([[part]], [1], 64), [[part]], host, direct_bytes=60)
+    before = part.clone()
+    event = copier.submit(Direction.STORE, [GroupCopy(0, (1, 2), (1, 2))], copier.here())
+    copier.hold_compute(event.reads)
+    streams.compute.submit(lambda _: part.fill_(7))
+    streams.compute.synchronize()
+    assert torch.equal(host[1:3], before[1:3])
+
+
 def test_submit_does_not_wait_for_the_end_and_its_event_is_passed_then():
     bench = Bench(SimulatedStreams(("pack", "in")))
     copies = [GroupCopy(0, (0, 1), (3, 2))]

@@ -35,6 +35,21 @@ class Copier(Protocol):
         here, as a copier need not exchange blocks."""
         raise MisuseError("this copier exchanges no blocks")
 
+    def part_pieces(self, copy: GroupCopy) -> int:
+        """How many pieces a part (`submit_part`) has that crosses fastest; 0: any."""
+        return 0
+
+    def submit_part(self, direction: Direction, copy: GroupCopy, after: Event) -> Event:
+        """As `submit`, one of the parts of a transfer that are submitted one after the other."""
+        return self.submit(direction, [copy], after)
+
+    def behind(self, after: Event, stores: Sequence[Event]) -> Event:
+        """An event for `submit` that comes after `after`, and after what these stores read on the device. It waits for
+        them here: streams of a device can do so themselves."""
+        for store in stores:
+            store.until_passed()
+        return after
+
     def hold_compute(self, event: Event) -> None:
         """Have what compute is given from now on run after `event`, which `submit` returned."""
         event.until_passed()

@@ -98,9 +98,15 @@ class Portion(Event):
     end: Event = field(default_factory=Passed)
     looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that queries `end`
 
+    @property
+    def reads(self) -> Event:
+        """Waits until it is submitted, or never will be."""
+        self.over.wait()
+        return self.end.reads
+
     def submit(self, copier: Copier, after: Event) -> None:
         try:
-            self.end = copier.submit(self.whole.transfer.direction, [self.copy], after)
+            self.end = copier.submit_part(self.whole.transfer.direction, self.copy, after)
         except BaseException as error:
             self.whole.error = error
             if not isinstance(error, Exception):
@@ -192,11 +198,14 @@ class Exchange:
 
     def _submit(self, portion: Portion) -> None:
         whole = portion.whole
-        if whole.error is None:
+        after = self._after[whole.transfer.id]
+        if whole.error is None and whole.transfer.direction is Direction.LOAD:
+            after = self._copier.behind(after, portion.before)
+        elif whole.error is None:
             for each in portion.before:
                 each.until_passed()
         if whole.error is None and self._begins(whole.transfer.id, whole):
-            portion.submit(self._copier, self._after[whole.transfer.id])
+            portion.submit(self._copier, after)
         else:
             portion.give_up()
 
@@ -233,11 +242,14 @@ def cut(*wholes: Whole, copier: Copier) -> list[Portion]:
     firsts = [[min(overwritten.get(block, count) for block in blocks) for blocks in store.device] for store in stores]
     lasts = [[max(read.get(block, -1) for block in blocks) for blocks in store.host] for store in stores]
     pairs = zip(chain.from_iterable(firsts), chain.from_iterable(lasts), strict=True)
-    usual = max(1, PORTION_BYTES * count // max(1, load.whole.transfer.num_bytes))
+    fastest = copier.part_pieces(load.whole.transfer.copies[0])
+    usual = fastest or max(1, PORTION_BYTES * count // max(1, load.whole.transfer.num_bytes))
     lag = min((first - last for first, last in pairs if last >= 0), default=2 * usual)
     if lag < 1 or any(store.group != load.group for store in stores):
         raise MisuseError(f"load {load.whole.transfer.id} and its stores cannot exchange these blocks")
     size = max(1, lag // 2)
+    if fastest:
+        size -= size % min(size, fastest)
     loads = [load.portion(at // size, range(at, min(at + size, count)), []) for at in range(0, count, size)]
     portions = list(loads)
     for store, first, last in zip(stores, firsts, lasts, strict=True):

@@ -36,8 +36,11 @@ SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
 SLOT_IDS = 8192
 
 
-def _slices(count: int, num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` pieces of `num_bytes` bytes each, in slices [begin, end) of at most `most` pieces."""
+def _slices(count: int, num_bytes: int, most: int, is_part: bool) -> Iterator[tuple[int, int]]:
+    """`count` pieces of `num_bytes` bytes each, in slices [begin, end) of at most `most` pieces; of a part as large as
+    they may be, because the link is busy with the part before."""
+    if is_part:
+        return pairwise([*range(0, count, most), count])
     least = -(-SMALLEST_SLICE_BYTES // num_bytes)
     first = min(count, most, max(least, min(FIRST_SLICE_BYTES // num_bytes, -(-count // FEWEST_SLICES))))
     step = min(most, max(first, -(-(count - first) // (FEWEST_SLICES - 1))))
@@ -78,14 +81,15 @@ class Direct:
             for part, offset in zip(group.parts, group.offsets, strict=False)
             for which in range(group.piece.device_blocks)
         ]
+        self.slice_pieces = min(_direct_slice(part) for part in group.parts)
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> Unfit | None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Unfit | None:
         ring.streams.copies.wait(after)
         width = self._piece.host_blocks
         for part, which, places in self._parts:
             address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
             device = [address + block * stride for block in copy.device_blocks[which :: self._piece.device_blocks]]
-            for begin, end in _slices(len(device), num_bytes, max(1, DIRECT_SLICE_BYTES // num_bytes)):
+            for begin, end in _slices(len(device), num_bytes, _direct_slice(part), is_part):
                 host_blocks = copy.host_blocks[begin * width : end * width]
                 spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
                 with ring.turn():
@@ -93,9 +97,13 @@ class Direct:
         return None
 
 
+def _direct_slice(part: torch.Tensor) -> int:
+    return max(1, DIRECT_SLICE_BYTES // part.shape[1])
+
+
 class _Section:
     """Parts [first, last) of a group, which fit a slot: all of them, unless the piece is large. A slot holds at most
-    `_most` pieces, `_pitch` bytes apart."""
+    `most` pieces, `_pitch` bytes apart."""
 
     def __init__(
         self, group: BoundGroup, first: int, last: int, region: Region, slot_bytes: int, tiling: Tiling
@@ -110,20 +118,22 @@ class _Section:
             self._launchers = launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
         self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
         self._pitch = round_up(num_bytes, max(each.alignment for each in self._launchers))
-        self._most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
+        self.most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
         self._places = list(columns(begin, num_bytes, region.block_bytes))
         # each piece is one whole host block, and nothing is between pieces in a slot
         whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, unfit: torch.Tensor) -> None:
+    def submit(
+        self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, unfit: torch.Tensor, is_part: bool
+    ) -> None:
         host, device = self._piece.host_blocks, self._piece.device_blocks
-        for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self._most):
+        for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self.most, is_part):
             ids = copy.device_blocks[begin * device : end * device]
             kernel = partial(self._launch, direction, unfit[begin:end])
             with ring.turn():
                 spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
-                ring.through(ids, kernel, self._region.crossing(direction, spans))
+                ring.through(ids, kernel, self._region.crossing(direction, spans), None if begin else after)
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
         """The pieces of these host blocks, in a slot from address `slot` on."""
@@ -147,15 +157,15 @@ class ThroughRing:
     def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
         self._sections = [_Section(group, *run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
         self._group, self._is_pinned = group, group.parts[0].device.type == "cuda"
+        self.slice_pieces = min(section.most for section in self._sections)
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event) -> Unfit | None:
-        ring.streams.kernels.wait(after)
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Unfit | None:
         unfit: Unfit | None = None
         if self._group.is_coded and direction is Direction.STORE:
             firsts = copy.host_blocks[:: self._group.piece.host_blocks]
             unfit = Unfit(torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned), firsts)
         for section in self._sections:
-            section.submit(direction, copy, ring, NO_FLAGS if unfit is None else unfit.flags)
+            section.submit(direction, copy, ring, after, NO_FLAGS if unfit is None else unfit.flags, is_part)
         return unfit
 
 

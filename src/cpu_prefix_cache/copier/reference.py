@@ -62,7 +62,7 @@ class ReferenceCopier(Copier):
                     unfit += [host_blocks[at * group.piece.host_blocks] for at in sorted(pieces)]
         finally:
             self.here().until_passed()
-        return Stored(Passed(), lambda: unfit)
+        return Stored(Passed(), Passed(), lambda: unfit)
 
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self._binding.num_pieces(direction, copy)

@@ -102,21 +102,23 @@ class Ring:
         ids: Sequence[int],
         kernel: Callable[[torch.Tensor, torch.Tensor, int], object],
         link: Callable[[int], object],
+        after: Event | None = None,
     ) -> None:
         """Submit a slice through the next slot: of a store `kernel`, then `link`; of a load the other way round.
 
-        `ids` are those of the slice's device blocks. `kernel` is called with the slot's memory, the ids on the device
-        and the handle of its stream, `link` with the handle of its stream.
+        `ids` are those of the slice's device blocks. `kernel` runs behind `after`. It is called with the slot's memory,
+        the ids on the device and the handle of its stream, `link` with the handle of its stream.
         """
         slot = self.next_slot
         slot.free.until_passed()
         self._slots.rotate(-1)
         gather_or_scatter = partial(kernel, slot.memory, slot.ids[: len(ids)])
-        if self._loads:  # the link first, so that it is busy while the host writes the ids
+        if self._loads:  # first, so that the link is busy while the host writes the ids
             self._fill.submit(link)
-            slot.send_ids(ids, self.streams.kernels)
-        else:
-            slot.send_ids(ids, self.streams.kernels)
+        slot.send_ids(ids, self.streams.kernels)
+        if after is not None:
+            self.streams.kernels.wait(after)
+        if not self._loads:
             self._fill.submit(gather_or_scatter)
         self._fill.record(slot.filled)
         self._empty.wait(slot.filled)

@@ -31,7 +31,7 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, Unfit, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
-from cpu_prefix_cache.copier.streams import Event, Stored, StreamPair, Streams, streams_for
+from cpu_prefix_cache.copier.streams import AllOf, Event, ReadsOf, Stored, StreamPair, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
@@ -114,25 +114,41 @@ class StagedCopier(Copier):
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self._binding.num_pieces(direction, copy)
 
+    def part_pieces(self, copy: GroupCopy) -> int:
+        return self._paths[copy.group].slice_pieces
+
+    def behind(self, after: Event, stores: Sequence[Event]) -> Event:
+        return AllOf([after, *map(ReadsOf, stores)])
+
     def hold_compute(self, event: Event) -> None:
         self._streams.compute().wait(event.event if isinstance(event, Stored) else event)
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
+        return self._submit(direction, copies, after)
+
+    def submit_part(self, direction: Direction, copy: GroupCopy, after: Event) -> Event:
+        return self._submit(direction, [copy], after, is_part=True)
+
+    def _submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event, is_part: bool = False) -> Event:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
         loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
         coded = list[Unfit]()  # kernels write to their flags: nothing but an end may drop them
         try:
             with self._working(), loading:
-                for copy in copies:
-                    unfit = self._paths[copy.group].submit(direction, copy, ring, after) if copy.host_blocks else None
+                for copy in (each for each in copies if each.host_blocks):
+                    unfit = self._paths[copy.group].submit(direction, copy, ring, after, is_part)
                     if unfit is not None:
                         coded.append(unfit)
                 event = ring.streams.record()
         except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
             _synchronize(self._working, ring.streams)
             raise
-        return Stored(event, lambda: [block for unfit in coded for block in unfit.found()]) if coded else event
+        if direction is Direction.LOAD:
+            return event
+        kernels, _ = event.events
+        are_gathered = all(isinstance(self._paths[copy.group], ThroughRing) for copy in copies)
+        return Stored(event, kernels if are_gathered else event, lambda: [b for unfit in coded for b in unfit.found()])
 
 
 def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: StreamPair) -> None:

@@ -33,6 +33,11 @@ class Event(Protocol):
         while not self.passed():
             time.sleep(NAP_SECONDS)
 
+    @property
+    def reads(self) -> "Event":
+        """An event, perhaps this one, that is passed when a store has read all of its device blocks."""
+        return self
+
     def unfit(self) -> Sequence[int]:
         """The first host block of each piece of a store that did not fit its coded form, once it has passed."""
         return ()
@@ -60,9 +65,9 @@ class StreamPair:
     kernels: Stream
     copies: Stream
 
-    def record(self) -> Event:
+    def record(self) -> "AllOf":
         """The end of what both have been given. Neither waits for the other."""
-        return _Both(self.kernels.record(), self.copies.record())
+        return AllOf((self.kernels.record(), self.copies.record()))
 
     def synchronize(self) -> None:
         """Wait for both, even if one fails."""
@@ -90,9 +95,10 @@ class Passed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Stored(Event):
-    """`event`, of a store with coded pieces, and `find` for its `unfit`."""
+    """`event`, of a store that has read its device blocks at `read`, and `find` for its `unfit`."""
 
     event: Event
+    read: Event
     find: Callable[[], Sequence[int]]
 
     def passed(self) -> bool:
@@ -101,21 +107,39 @@ class Stored(Event):
     def until_passed(self) -> None:
         self.event.until_passed()
 
+    @property
+    def reads(self) -> Event:
+        return self.read
+
     def unfit(self) -> Sequence[int]:
         return self.find()
 
 
 @dataclass(frozen=True, slots=True)
-class _Both(Event):
-    one: Event
-    other: Event
+class AllOf(Event):
+    """Passed when all of these are."""
+
+    events: Sequence[Event]
 
     def passed(self) -> bool:
-        return self.one.passed() and self.other.passed()
+        return all(event.passed() for event in self.events)
 
     def until_passed(self) -> None:
-        self.one.until_passed()
-        self.other.until_passed()
+        for event in self.events:
+            event.until_passed()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadsOf(Event):
+    """The end of the reads of a store, which may not have been submitted yet: who waits waits for that, too."""
+
+    store: Event
+
+    def passed(self) -> bool:
+        return self.store.passed()
+
+    def until_passed(self) -> None:
+        self.store.reads.until_passed()
 
 
 class ImmediateStream:
@@ -151,7 +175,12 @@ class CudaEvent(DeviceEvent):
 
     def _new(self, device: torch.device) -> torch.Event:
         self._working = partial(accelerator_driver().working_in, None)
-        return torch.cuda.Event()
+        self._event = torch.cuda.Event()
+        return self._event
+
+    @property
+    def handle(self) -> int:
+        return int(self._event.cuda_event)
 
     def passed(self) -> bool:
         with self._working():
@@ -174,11 +203,13 @@ class CudaStream:
         return again
 
     def wait(self, event: Event) -> None:
-        if isinstance(event, DeviceEvent):
-            self._stream.wait_event(event.event)
-        elif isinstance(event, _Both):
-            self.wait(event.one)
-            self.wait(event.other)
+        if isinstance(event, CudaEvent):
+            accelerator_driver().wait(self._handle, event.handle)
+        elif isinstance(event, AllOf):
+            for each in event.events:
+                self.wait(each)
+        elif isinstance(event, ReadsOf):
+            self.wait(event.store.reads)
         else:
             event.until_passed()
 

@@ -181,7 +181,7 @@ class CopyWorker:
         try:
             with self._copier.awaiting_stores():
                 event = self._copier.submit(Direction.STORE, _joined(begun), begun[0].after)
-            self._copier.hold_compute(event)
+            self._copier.hold_compute(event.reads)
         except BaseException as error:
             _refuse(begun, error)
             if not isinstance(error, Exception):
