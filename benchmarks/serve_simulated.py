@@ -8,7 +8,7 @@
 
 Time is virtual. A step takes BASE_SECONDS and PREFILL_SECONDS a token, as one H200 took with Llama 8B's shape; two are
 under way at a time, as with asynchronous scheduling. `--kept` is the share of its bytes in which a block crosses (.766:
-coded). It is for comparisons of what waits for what, not for rates of a machine.
+coded), `--link` the GB/s of each direction. It is for comparisons of what waits for what, not for rates of a machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from vllm_engine import tokens_of
 BASE_SECONDS, PREFILL_SECONDS = 0.0088, 29e-6
 SCHEDULE_SECONDS, LAUNCH_SECONDS, IDLE_SECONDS, UPDATE_SECONDS = 0.0012, 0.004, 0.0015, 0.0006
 BLOCK_BYTES = 2 << 20
-LINK_BYTES_PER_SECOND = 50e9  # with both directions in use
+LINK_GB_PER_SECOND = 50.0  # of each direction, with both in use
 PORTION_SECONDS = 0.0013  # of a load that goes in portions with stores
 SOON_SECONDS = 0.018  # the ranks of an idle engine name a load so long before its end
 UNDER_WAY = 2  # steps
@@ -39,9 +39,9 @@ UNDER_WAY = 2  # steps
 class Machine:
     """A rank: when its GPU and both directions of its link are free, and when each transfer has ended."""
 
-    def __init__(self, host_blocks: int, kept: float) -> None:
+    def __init__(self, host_blocks: int, kept: float, link: float) -> None:
         self._host_blocks = host_blocks
-        self._scale = kept * BLOCK_BYTES / vllm_simulated.ATTENTION.page_size_bytes / LINK_BYTES_PER_SECOND
+        self._scale = kept * BLOCK_BYTES / vllm_simulated.ATTENTION.page_size_bytes / (link * 1e9)
         self._ends: dict[int, float] = {}
         self._done: set[int] = set()
         self._failed: set[int] = set()
@@ -63,13 +63,12 @@ class Machine:
             return now
         may_compute, stores = now, dict[int, float]()
         for store in (each for each in plan.transfers if each.direction is Direction.STORE):
-            waits_for = self._computed_before if store.is_early else self.computed
-            stores[store.id] = max(now, waits_for, self._free[Direction.STORE])
+            stores[store.id] = max(now, self._after(store), self._free[Direction.STORE])
             self._end(store, stores[store.id] + store.num_bytes * self._scale)
             if store.holds_compute:
                 may_compute = max(may_compute, self._ends[store.id])
         for load in (each for each in plan.transfers if each.direction is Direction.LOAD and not each.failed):
-            begins = max(now, self.computed, self._free[Direction.LOAD])
+            begins = max(now, self._after(load), self._free[Direction.LOAD])
             before = [id for id in load.after if id in stores]
             begins = max([begins, *(stores[id] + PORTION_SECONDS for id in before[:1])])
             after_stores = (self._ends[id] + PORTION_SECONDS for id in before)
@@ -79,6 +78,9 @@ class Machine:
             may_compute = max(may_compute, *(self._ends.get(id, 0.0) for id in self._named))
             self._named.clear()
         return may_compute
+
+    def _after(self, transfer: TransferPlan) -> float:
+        return self._computed_before if transfer.is_early else self.computed
 
     def compute(self, tokens: int, begins: float) -> float:
         self._computed_before = self.computed
@@ -118,7 +120,7 @@ class Serving:
         self._engine = vllm_simulated.Engine((vllm_simulated.OURS, {"offload": "lazy"}), folder, sizes)
         self._half = self._engine.scheduler.connector.scheduler
         self._half.clock = lambda: self.now
-        self.machine = Machine(args.host_blocks, kept)
+        self.machine = Machine(args.host_blocks, kept, args.link)
         self._users, self._block_tokens = [deque(share) for share in shares], args.block_tokens
         self._owners: dict[str, tuple[int, float]] = {}  # the user of a request, and when it came
         self._unanswered: set[str] = set()
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--device-blocks", type=int, default=8192)
     parser.add_argument("--host-blocks", type=int, default=20_480)
     parser.add_argument("--kept", type=float, default=1.0)
+    parser.add_argument("--link", type=float, default=LINK_GB_PER_SECOND)
     args = parser.parse_args()
     vllm_simulated.Scheduler = AsyncScheduler
     for row in rows(args):

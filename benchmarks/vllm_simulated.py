@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -239,6 +240,7 @@ def _scheduler(kind: Kind, folder: Path, sizes: Sizes) -> Scheduler:
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=None if kind is None else _transfer(*kind, sizes.host_blocks),
     )
+    config.scheduler_config.async_scheduling = issubclass(Scheduler, AsyncScheduler)  # on CPUs vLLM turns it off
     config.cache_config.num_gpu_blocks = sizes.device_blocks
     size = sizes.device_blocks * ATTENTION.page_size_bytes
     tensor = KVCacheTensor(size, ["layer.0"], layer_stride=size, block_stride=ATTENTION.page_size_bytes)
