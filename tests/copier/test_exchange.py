@@ -222,6 +222,25 @@ def test_stores_have_portions_of_one_size_and_those_that_only_save_make_none_sma
     assert len(portions(load(4), store([50, 51], [0, 2]))) == 2
 
 
+def test_untouched_pieces_go_as_one_portion():
+    """The load's pieces 4 and 9 are saved, the latter in what it has read as piece 7: so a portion is one piece."""
+    all = portions(load(12), store([50, 7], [4, 9]))
+    assert [(number, blocks) for id, number, blocks, _ in all if id == 9] == [
+        (0, (0, 1, 2, 3)),
+        (1, (4,)),
+        (2, (5, 6)),
+        (3, (7,)),
+        (4, (8,)),
+        (5, (9,)),
+        (6, (10, 11)),
+    ]
+    assert [each for each in all if each[0] == 0] == [
+        (0, 1, (4,), []),
+        (0, 5, (9,), [(9, number) for number in range(4)]),
+    ]
+    assert [before for id, number, _, before in all if id == 9 and number in (1, 5)] == [[(0, 1)], [(0, 5)]]
+
+
 # Waits
 
 
