@@ -12,7 +12,7 @@ import torch
 
 from cpu_prefix_cache import ChainHasher, Hit, Miss, MisuseError
 from tests.small_engine import SmallEngine
-from tests.test_host_cache import GRID, Engine, HybridEngine, allocating, keys_of, with_late_loads
+from tests.test_host_cache import GRID, Engine, FailingCopier, HybridEngine, allocating, keys_of, with_late_loads
 
 STRICT = pytest.mark.parametrize("strict", [True, False])
 
@@ -110,6 +110,17 @@ def test_a_load_into_its_own_blocks_in_another_order(order, ends, strict):
     told = "chunk 0 was loaded into block ., but the device finds it in block ., which another place has filled"
     with pytest.raises(MisuseError, match=told) if strict else nullcontext():
         engine.ends("r") if ends else engine.steps("r")
+
+
+def test_blocks_of_a_load_that_failed_may_be_used_in_another_order():
+    """The request computes what was not loaded, and an engine may have freed its blocks in between."""
+    engine = served("abcd", wrap_copier=FailingCopier)
+    assert engine.starts("r", "abcd") == Hit(16, 0)
+    assert engine.steps() == [("r", 0)]
+    engine.tables["r"].reverse()
+    engine.steps("r")
+    assert all(engine.right("r"))
+    engine.ends("r")
 
 
 @pytest.mark.parametrize("shares", [True, False])

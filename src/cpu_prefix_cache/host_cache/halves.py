@@ -352,6 +352,8 @@ class Halves:
             if load is not None and load[0] == resolved.id:
                 _, n0, boundary = self._loads.pop(resolved.request_id)
                 resume_at = boundary if resolved.ok else n0
+                if not resolved.ok:
+                    self._filled.pop(resolved.request_id, None)  # its blocks may be freed, and others computed into
                 ended.append((resolved.request_id, resume_at))
                 if self._tier is not None:
                     self._tier.started(resolved.request_id, resume_at)
