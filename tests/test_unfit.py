@@ -68,6 +68,17 @@ def test_a_store_below_it_is_cancelled():
     assert now.store_unfit == 1 and now.store_cancelled >= 1
 
 
+def test_a_store_that_is_reported_with_the_one_it_follows():
+    """That one would commit it, too."""
+    engine = Engine()
+    engine.starts("r", "abcd")
+    first, second = engine.stores_chunk_by_chunk("r", 4)[:2]
+    unfit = (second, tuple(engine.transfer(second).nodes))
+    engine.cache.report(RankReport(0, frozenset([first, second]), unfit=(unfit,)))
+    engine.cache.check_valid()
+    assert engine.host == {"a"} and engine.cache.statistics().store_unfit == 1
+
+
 def test_many_of_them_are_warned_of_once(caplog, monkeypatch):
     monkeypatch.setattr(completion, "MANY_UNFIT", 3)
     engine = Engine(host=64, device=64)

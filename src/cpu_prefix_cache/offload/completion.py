@@ -64,8 +64,6 @@ class Completion:
         self._device.release(transfer.hold)
         if isinstance(transfer, StoreTransfer):
             self._offload.landed(transfer)
-            if transfer.refused and not transfer.is_cancelled:
-                self._leave_unfit(transfer)
             return self._complete_stores([transfer])
         return self._complete_load(self._ledger.loads[transfer.id])
 
@@ -214,6 +212,8 @@ class Completion:
             store = waiting.pop()
             if store.follows or not self._ledger.has_landed(store):
                 continue
+            if store.refused and not store.is_cancelled:
+                self._leave_unfit(store)
             is_committed = store.succeeded and self._commit(store)
             if is_committed:
                 committed.append(store)
