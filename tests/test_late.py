@@ -14,10 +14,10 @@ SLOTS = 6
 class Story:
     """An engine with `SLOTS` slots, one rank, and copies that end when the story ends them."""
 
-    def __init__(self, host_blocks: int = 20, **options) -> None:
-        self.device = QueueSlots(SLOTS, noted={})
-        attention = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
-        planner = HybridChunkPlanner([attention], max_model_len=100)
+    def __init__(self, host_blocks: int = 20, width: int = 1, **options) -> None:
+        self.device = QueueSlots(SLOTS, width, noted={})
+        groups = [PrefixGroup(name=f"attention {at}", block_tokens=GRID, block_bytes=100) for at in range(width)]
+        planner = HybridChunkPlanner(groups, max_model_len=100)
         self.cache = CPUPrefixCache(planner, self.device, host_blocks=host_blocks, **cache_options(**options))
 
     def take(self, prompt: str, boundary: int = 0):
@@ -115,6 +115,26 @@ def test_blocks_that_a_load_overwrites_are_stored_before_the_load_and_hold_no_co
     assert (store.direction, load.direction) == (Direction.STORE, Direction.LOAD)
     assert load.after == (store.id,) and not store.holds_compute
     assert set(store.copies[0].device_blocks) == set(blocks)
+
+
+def test_all_loads_that_overwrite_parts_of_a_chunk_follow_its_store(monkeypatch):
+    """A radix tree frees the pages of a chunk, and hands them out one by one."""
+    story = Story(width=2)
+    story.run("ab")
+    story.run("cd")
+    story.land(story.run("uvwxyz"))
+    tables = {}
+    for prompt in ("ab", "cd"):
+        holding = story.take(prompt, boundary=2 * GRID)
+        tables[prompt] = [story.device.blocks_of(slot) for slot in holding.slots]
+    parts = tables["ab"][0][0], tables["cd"][0][1]
+    noted = [{b"uvwxyz": parts}, {}, {}, {}]
+    monkeypatch.setattr(story.device, "handed_out", lambda: noted.pop(0))
+    for prompt, blocks in tables.items():
+        story.cache.load(prompt, 2 * GRID, [list(group) for group in zip(*blocks, strict=True)], now=0.0)
+    store, *loads = sorted(story.cache.step().transfers, key=lambda each: each.direction is Direction.LOAD)
+    assert store.copies[0].device_blocks + store.copies[1].device_blocks == parts and store.holds_compute
+    assert [load.after for load in loads] == 2 * [(store.id,)]
 
 
 def test_a_store_of_what_a_load_overwrites_counts_only_if_the_load_ends_well(story):

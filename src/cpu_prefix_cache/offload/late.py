@@ -19,6 +19,7 @@ right above one another that leave at once, parents first.
 * **Loads** begin after the stores of what they overwrite, large ones portion by portion; where room is scarce most of
   it goes into the host blocks that the load reads (`exchange.py`).
 * A chunk that the device has a second time is not stored: its other blocks leave later.
+* A chunk of several blocks may be overwritten by several loads, and compute: all of them follow its store.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ class Late(Offload):
         self._parents = Parents(lambda keys: [found is not None for found in self._device.find_all(keys)])
         super().__init__(stores, self._parents)
         self._taken: dict[bytes, Sequence[int]] = {}  # the blocks of what was handed out in this step, by its keys
+        self._shared: dict[int, StoreTransfer] = {}  # device blocks of this step's stores that several may overwrite
 
     # Reported
 
@@ -85,12 +87,20 @@ class Late(Offload):
         leaving = {key: blocks for key, blocks in self._taken.items() if not filled.isdisjoint(blocks)}
         for key in leaving:
             del self._taken[key]
-        return self._store_leaving(leaving, device_blocks, read)
+        before = {
+            store.id: store for store in (self._shared.get(block) for block in device_blocks) if store is not None
+        }
+        stores = self._store_leaving(leaving, device_blocks, read)
+        for store in stores:
+            if store.plan.holds_compute:
+                self._shared |= {block: store for copy in store.plan.copies for block in copy.device_blocks}
+        return [*before.values(), *stores]
 
     def plan(self) -> None:
         self._take()
         leaving, self._taken = self._taken, {}
         self._store_leaving(leaving)
+        self._shared.clear()
         self._parents.resolved(self._stores.ledger.resolved_below, MOST_REMEMBERED * self._stores.device_chunks)
         unnoticed = self._parents.sweep()
         self._parents.lost += sum(key not in self._stores.ledger.writing for key in self._pool.missing(unnoticed))
