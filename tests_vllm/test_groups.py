@@ -32,6 +32,7 @@ from tests_vllm.engine import (
 MODELS = {
     "full": [full()],
     "latent": [latent()],
+    "full, latent": [full(), latent()],
     "full, window": [full(), window(9, layers=1)],
     "full, 2 windows": [full(), window(9), window(9)],
     "full, local": [full(), local(12)],
@@ -51,7 +52,7 @@ MODELS = {
     "windows 8 and 4": [window(9, block=8), window(6)],
 }
 PURE = ("window", "state", "windows 8 and 4")  # nothing in every chunk
-ATTENTION_ONLY = ("full", "latent", "full 8, full")  # something in every chunk, and no more
+ATTENTION_ONLY = ("full", "latent", "full, latent", "full 8, full")  # something in every chunk, and no more
 LOCAL = ("full, local", "full, local 8")
 HYBRID = tuple(name for name in MODELS if name not in ATTENTION_ONLY)
 

@@ -121,6 +121,7 @@ def test_no_request_of_any_model_ever_reads_wrong_kv_and_nothing_leaks(tmp_path,
 @pytest.mark.parametrize(
     "model",
     [
+        "full, latent",
         "full, window",
         "full, state",
         "full, window, state",

@@ -80,10 +80,11 @@ class VllmDevice(Device):
         self._checkpoints = _Checkpoints()
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._notes = Notes(pool.num_blocks)
-        # Else somebody writes blocks before the ranks are told of the step: vLLM zeros and states, and blocks that were
-        # hit in part; another connector what it loads.
         self._overlaps = overlaps
-        self._is_written_last = is_alone and hashes_per_chunk == 1 and not planner.has_checkpoints
+        # Else somebody writes blocks before the ranks are told of the step: vLLM zeros and states, and blocks that were
+        # hit in part; another connector what it loads. Or a chunk is handed out in part, and a step uses what is left.
+        is_one_block = hashes_per_chunk == 1 and len(in_chunk) == 1
+        self._may_note = is_alone and is_one_block and not planner.has_checkpoints
 
     @property
     def num_blocks(self) -> int:
@@ -214,7 +215,7 @@ class VllmDevice(Device):
         return key in keys if key is not None else not keys
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        if not self._is_written_last:
+        if not self._may_note:
             return None
         if not self._notes.are_taken:
             self._note_from_now_on()
@@ -222,7 +223,7 @@ class VllmDevice(Device):
 
     @property
     def frees_after_use(self) -> bool:
-        return self._overlaps and self._is_written_last
+        return self._overlaps and self._may_note
 
     def _note_from_now_on(self) -> None:
         self._pool.on_reuse(lambda leaving: self._notes.update(self._chunks_in(leaving)))

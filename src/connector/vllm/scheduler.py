@@ -31,6 +31,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.common.request_flags import LOAD, STORE, allows
 from connector.tier.revision import reset
+from connector.vllm import versions
 from connector.vllm.adapters import Adapters
 from connector.vllm.device import VllmDevice
 from connector.vllm.events import block_events
@@ -73,7 +74,7 @@ class SchedulerHalf:
             self._unwritten_hashes,
             settings.hashes_per_chunk,
             is_alone=is_alone,
-            overlaps=settings.overlaps,
+            overlaps=settings.overlaps and versions.defers_frees(),
         )
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None

@@ -121,3 +121,10 @@ def zeroes_new_blocks(config: kv_cache_interface.KVCacheConfig) -> bool:
     KV of several precisions. True of a release without the field.
     """
     return bool(getattr(config, "needs_kv_cache_zeroing", True))
+
+
+def defers_frees() -> bool:
+    """Whether vLLM, where steps overlap, returns a block to its pool when the steps that use it have ended."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # here: it imports connectors itself
+
+    return "_drain_deferred_frees" in vars(Scheduler)
