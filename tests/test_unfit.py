@@ -69,7 +69,7 @@ def test_a_store_below_it_is_cancelled():
 
 
 def test_a_store_that_is_reported_with_the_one_it_follows():
-    """That one would commit it, too."""
+    """The latter would commit both."""
     engine = Engine()
     engine.starts("r", "abcd")
     first, second = engine.stores_chunk_by_chunk("r", 4)[:2]

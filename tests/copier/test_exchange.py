@@ -531,7 +531,8 @@ class Staged:
     def __init__(self, seed=0, **options):
         self.part, self.host = randoms(64, 96), poisoned(96, 96)
         self.host[:] = randoms(96, 96, seed=1)
-        driver = SimulatedDriver(SimulatedStreams(rng=random.Random(seed)))
+        self.streams = SimulatedStreams(rng=random.Random(seed))
+        driver = SimulatedDriver(self.streams)
         self.shapes = shapes_of([[self.part]], [1], 96)
         self.copier = simulated_copier(driver, self.shapes, [[self.part]], self.host, ring_bytes=4096, **options)
 
@@ -548,6 +549,21 @@ def test_a_load_that_does_not_wait_for_reads_would_overwrite_them(exchanges, mon
     """The control."""
     monkeypatch.setattr(StagedCopier, "behind", lambda self, after, stores: after)
     assert not all(both_have_their_bytes(Staged(seed), exchanges, True, monkeypatch) for seed in range(9))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_early_load_comes_after_what_compute_waited_for_in_the_plan_before(seed):
+    """A block may be given back by a step that did not use it."""
+    bench = Staged(seed)
+    was = bench.part[3].clone()
+    worker = CopyWorker(0, bench.copier)
+    worker.run(StepPlan(0, (store([50], [3], after=())._replace(holds_compute=True, is_early=True),)))
+    loading = TransferPlan(1, LOAD, (GroupCopy(0, (7,), (3,)),), 1, is_early=True)
+    worker.run(StepPlan(0, (loading,)))
+    for stream in bench.streams.all:
+        stream.synchronize()
+    assert torch.equal(bench.host[50], was)
+    worker.close()
 
 
 def both_have_their_bytes(bench, exchanges, threads, monkeypatch):

@@ -121,7 +121,8 @@ class StagedCopier(Copier):
         return AllOf([after, *map(ReadsOf, stores)])
 
     def hold_compute(self, event: Event) -> None:
-        self._streams.compute().wait(event.event if isinstance(event, Stored) else event)
+        with self._working():  # the default stream is that of the device that the thread works with
+            self._streams.compute().wait(event.event if isinstance(event, Stored) else event)
 
     def submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event) -> Event:
         return self._submit(direction, copies, after)

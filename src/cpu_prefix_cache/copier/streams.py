@@ -151,7 +151,8 @@ class ImmediateStream:
     def record(self, again: Event | None = None) -> Event:
         return Passed()
 
-    def wait(self, event: Event) -> None: ...
+    def wait(self, event: Event) -> None:
+        event.until_passed()
 
     def synchronize(self) -> None: ...
 

@@ -105,6 +105,8 @@ class CopyWorker:
             ]
             for is_early in (True, False) if first and not self._closed else ():
                 self._hold_compute([copy for copy in first if copy.transfer.is_early is is_early])
+            if first and not self._closed:
+                self._here = self._copier.here()  # what is early in the next plan comes after these, too
             for id, copy in new.items():
                 if id not in later:
                     self._begin(copy, [new[store] for store in exchanged.get(id, ())])
