@@ -619,7 +619,7 @@ class Unfitting(MeddlingCopier):
     def submit(self, direction, copies, after):
         event = super().submit(direction, copies, after)
         is_store = direction is Direction.STORE
-        return Stored(event, lambda: [copy.host_blocks[0] for copy in copies]) if is_store else event
+        return Stored(event, event.reads, lambda: [copy.host_blocks[0] for copy in copies]) if is_store else event
 
 
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
