@@ -326,9 +326,7 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
             rate: dict[str, float] = {}
             for name, method in methods.items():
                 pairs = [alternating(compute, method, direction, run % 2 == 0) for run in range(runs[name])]
-                ratio = median(beside / alone for alone, beside, _ in pairs)
-                rate[name] = median(speed for _, _, speed in pairs) / 1e9
-                lost[name] = median((beside - alone) / max(1, speed * beside) for alone, beside, speed in pairs) * 1e12
+                ratio, rate[name], lost[name] = cost(pairs)
                 text = f"{loop} beside {direction.value}s, {name}: {ratio:.3f}x at {rate[name]:.1f} GB/s"
                 text += f", {lost[name]:.2f} ms of compute lost per GB"
                 line(text, ratio <= bar if name == "staged" else None)
@@ -346,6 +344,13 @@ def alternating(compute: Callable[[], None], method: Method, direction: Directio
         beside = timed(compute)
         rate = (copied() - before) / (time.perf_counter() - start)
     return (alone if first else timed(compute)), beside, rate
+
+
+def cost(pairs: Sequence[Pair]) -> tuple[float, float, float]:
+    """How many times as long compute takes beside copies, their GB/s, and the ms of compute lost for each GB."""
+    ratio = median(beside / alone for alone, beside, _ in pairs)
+    lost = median((beside - alone) / max(1, rate * beside) for alone, beside, rate in pairs)
+    return ratio, median(rate for _, _, rate in pairs) / 1e9, lost * 1e12
 
 
 def timed(compute: Callable[[], None]) -> float:
@@ -491,9 +496,7 @@ def coded_slowdown(arena: HostArena, pinned: torch.Tensor, repeats: int) -> None
                 for method, pairs in zip(methods, each, strict=True):
                     pairs.append(alternating(compute, method, direction, run % 2 == 0))
             for codec, pairs in zip(codecs, each, strict=True):
-                lost = median((beside - alone) / (rate * beside) for alone, beside, rate in pairs) * 1e12
-                ratio = median(beside / alone for alone, beside, _ in pairs)
-                rate = median(rate for *_, rate in pairs) / 1e9
+                ratio, rate, lost = cost(pairs)
                 text = f"{loop} beside {direction.value}s, codec {codec}: {ratio:.3f}x at {rate:.1f} GB/s of KV"
                 line(f"{text}, {lost:.2f} ms of compute lost per GB")
 
