@@ -20,9 +20,11 @@ def main():
     sizes = dict(block_size=32, num_gpu_blocks_override=20, max_model_len=512, kv_cache_memory_bytes=2**28)
     llm = LLM(model="model", tensor_parallel_size=2, kv_transfer_config=transfer, **options, **sizes)
     once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-    for _ in range(2):
+    for _ in range(20):  # nothing is stored before all ranks have reported their host memory as ready
         (answer,) = llm.generate([dict(prompt_token_ids=list(range(300)))], once, use_tqdm=False)
         print("cached tokens:", answer.num_cached_tokens)
+        if answer.num_cached_tokens:
+            break
         llm.reset_prefix_cache()
 
 if __name__ == "__main__":
@@ -47,10 +49,9 @@ def engine_in(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_all_processes_of_an_engine_find_the_connector_by_its_name(tmp_path):
     ran = engine_in(tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert [line for line in ran.stdout.splitlines() if line.startswith("cached")] == [
-        "cached tokens: 0",
-        "cached tokens: 288",  # from the host
-    ]
+    cached = [line for line in ran.stdout.splitlines() if line.startswith("cached")]
+    assert cached[0] == "cached tokens: 0"
+    assert cached[-1] == "cached tokens: 288"  # from the host
 
 
 def test_a_foreign_module_of_its_package_s_name_in_the_way_is_named(tmp_path):
