@@ -126,6 +126,17 @@ def test_only_what_the_device_lacks_is_loaded():
     assert plan.copies[0].host_blocks == tuple(engine.cache.pool.find(key) for key in chain("abc")[1:])
 
 
+def test_a_plan_has_stores_first_and_short_loads_before_long_ones():
+    engine = on_host_only("abcd")
+    engine.serves("xy")
+    engine.device_forgets()
+    engine.starts("computes", "fg")
+    long, short = engine.starts("long", "abcd"), engine.starts("short", "xy")
+    engine.computes("computes")
+    store, *loads = engine.steps().transfers
+    assert store.direction is Direction.STORE and [each.id for each in loads] == [short, long]
+
+
 def test_bad_destinations_are_refused_before_anything_is_pinned():
     """S7.19, L5.32, rule 7"""
     engine = on_host_only("abc")
@@ -764,7 +775,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_in_flight_registers():
     load = engine.starts("loads", "ab")
     engine.starts("stores", "xy")
     engine.computes("stores")
-    (_, store) = engine.steps().transfers
+    (store, _) = engine.steps().transfers
     engine.cache.reset()
     assert engine.host == set() and engine.cache.epoch == 1 and engine.asks("ab") == Miss()
     plan = engine.steps()

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
-from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
@@ -68,6 +68,10 @@ class Resolved:
     request_id: Hashable | None
     ok: bool
     good: int = 0
+
+
+def _turn(transfer: TransferPlan) -> int:
+    return transfer.num_bytes if transfer.direction is Direction.LOAD else -1
 
 
 @dataclass(slots=True)
@@ -308,10 +312,14 @@ class CPUPrefixCache:
             running.load = None
 
     def step(self) -> StepPlan:
-        """An engine step begins: what all ranks are to copy after the compute of the steps before."""
+        """An engine step begins: what all ranks are to copy after the compute of the steps before.
+
+        Stores come first, and short loads before long ones: they wait for one link, and so their mean wait is least.
+        """
         self._running.begin_step()
         self._is_full = False
-        return self.edge.begin_step()
+        plan = self.edge.begin_step()
+        return plan._replace(transfers=tuple(sorted(plan.transfers, key=_turn))) if plan.transfers else plan
 
     def catch_up(self) -> None:
         """Do what would have delayed the step's plan, now that it has gone out to the ranks.
