@@ -14,6 +14,8 @@ trace's times, stretched to so many a second, whatever has been answered.
 Tokens are made before the clock starts. It runs until the last token of the last answer. A time between tokens counts
 for each token of an answer but the first; time to the first token counts from when a request should have been sent.
 
+`serve_plot.py` draws what was written over host memory or users.
+
 A convoy is that many prompts at once on one prefix of 32,768 tokens, which the device has evicted.
 """
 
@@ -91,6 +93,7 @@ def job(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     return send, {
         "trace": args.trace.name,
         "load": load,
+        "users": None if args.rate else args.users,
         "requests": len(chosen),
         "prompt_tokens": sum(request.tokens for request in chosen),
         "answer_tokens": sum(request.answer for request in chosen),
