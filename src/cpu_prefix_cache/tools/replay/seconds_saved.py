@@ -5,7 +5,8 @@
 
 Pairs and the even depth are those of `model/prefill_work.py`. The prefill rate is that at the beginning of a prompt.
 
-Checked with vLLM 0.26 on an H200 (README.md): from 214 ms for 8,224 tokens follow 1,194 ms for 32,800; measured 1,208.
+Checked with vLLM 0.32 on an H200 (docs/performance.md): from 214 ms for 8,224 tokens follow 1,194 for 32,800; measured
+1,188.
 
 What is loaded crosses the link from the host to the device, also if it came from below. What the device has already
 saves nothing by the host. Requests come one after the other, so nothing waits; the fixed cost of a load is left out.
