@@ -97,6 +97,13 @@ def test_a_request_waits_for_what_is_on_its_way_to_the_host(story):
     assert story.lookup("abc", now=deadline) == Hit(3 * GRID, 0)
 
 
+def test_it_waits_for_as_much_as_it_would_load_and_needs_no_more():
+    story = Story(min_load_tokens=2 * GRID)
+    story.run("abc")
+    story.run("uvwxyz")
+    assert isinstance(story.lookup("abcd"), Pending)  # nobody has its last chunk
+
+
 def test_it_does_not_wait_for_less_than_it_would_load():
     story = Story(min_load_tokens=3 * GRID + 1)
     story.run("abc")

@@ -116,6 +116,17 @@ def test_a_load_pairs_host_chunks_with_their_destinations():
     assert engine.reports([id]) == [Resolved(id, Direction.LOAD, "r", True, good=3)]
 
 
+def test_no_copy_is_early_unless_the_device_frees_blocks_after_their_use():
+    engine = on_host_only("ab")
+    engine.starts("loads", "ab")
+    engine.starts("computes", "xy")
+    engine.computes("computes")
+    assert [(each.direction, each.is_early) for each in engine.steps().transfers] == [
+        (Direction.STORE, False),
+        (Direction.LOAD, False),
+    ]
+
+
 def test_only_what_the_device_lacks_is_loaded():
     """L5.9"""
     engine = on_host_only("abc")

@@ -111,6 +111,15 @@ class WritesBeyond(OneByOne):
         return there
 
 
+class WritesBeyondForOtherSizes(OneByOne):
+    def get(self, key, buffers, timeout):
+        there = super().get(key, buffers, timeout)
+        if there is Got.OTHER_SIZE:
+            last = ctypes.addressof(ctypes.c_char.from_buffer(buffers[-1])) + len(buffers[-1])
+            ctypes.memset(last, 0, 2)
+        return there
+
+
 class SwapsBuffers(OneByOne):
     def put(self, key, buffers, timeout):
         return super().put(key, buffers[::-1], timeout)
@@ -277,6 +286,7 @@ class EndsOnce(Client):
         (CallsWhatIsMissingAnother, "never put MISSING"),
         (CallsAnotherMissing, "MISSING to one who wants"),
         (WritesBeyond, "beyond the buffers"),
+        (WritesBeyondForOtherSizes, "beyond the buffers"),
         (SwapsBuffers, "come back"),
         (TakesTheFirstBuffer, "come back"),
         (EndsAtALine, "come back"),

@@ -67,6 +67,18 @@ def test_tls_checks_certificates_and_names_unless_switched_off():
     assert anybody.verify_mode is ssl.CERT_NONE
 
 
+@pytest.mark.parametrize("option", ["ssl_cert_reqs=perhaps", "ssl_check_hostname=perhaps"])
+def test_a_switch_of_tls_that_is_none_is_refused(option):
+    assert "required, optional or none" in told(parse_redis_url, f"rediss://cache?{option}")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"), [("redis://cache:7", "cache:7"), ("redis://[::1]:7", "[::1]:7"), ("unix:///run/r", "/run/r")]
+)
+def test_the_name_of_a_server(url, name):
+    assert parse_redis_url(url).name == name
+
+
 @pytest.mark.parametrize(
     "rest",
     [
