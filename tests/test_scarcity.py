@@ -32,7 +32,7 @@ def test_chunks_below_one_that_was_never_evicted_do_not_count():
     assert not scarcity.holds
 
 
-def test_what_was_evicted_long_ago_counts_no_more():
+def test_chunks_that_were_evicted_long_ago_count_no_more():
     scarcity, keys = evicted(2 * WINDOW)
     scarcity.missed(keys[:WINDOW])
     assert not scarcity.holds
