@@ -73,6 +73,7 @@ def serve(story: list[tuple[str, int]], gently: bool) -> tuple[list[int], list[i
 
 
 @given(STORY)
+@example([("hold", 1), ("hold", 1), ("use", 1)])  # the second of two that are held side by side
 @example([("hold", 1), ("hand out", 0), ("hold", 0), ("hold", 0)])  # 1 waited before what became the first later
 def test_held_blocks_come_back_to_where_they_waited(story: list[tuple[str, int]]) -> None:
     order, slow, places = serve(story, gently=True)

@@ -187,6 +187,10 @@ def test_a_group_that_leaves_its_host_blocks_empty_gets_advice():
     assert "a grid of about 1406 tokens would fill them" in chunk
 
 
+def test_ranks_are_named_where_there_are_several():
+    assert "ranks" not in describe(planner(group())) and "on each of 2 ranks" in describe(planner(group(), ranks=2))
+
+
 def test_a_grid_too_long_for_any_prompt_names_its_cause_and_a_remedy():
     """Rule 8."""
     with pytest.raises(

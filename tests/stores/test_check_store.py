@@ -20,6 +20,13 @@ def test_a_store_in_memory_keeps_the_contract():
     check_store(lambda: Client(server), **SMALL)
 
 
+def test_a_store_in_memory_evicts_only_for_what_has_no_room():
+    store, seconds = MemoryStore(nbytes=10), 1.0
+    for key in "abc":
+        store.put_from([key], [[memoryview(bytearray(5))]], seconds)
+        assert store.exists(["a", "b", "c"], seconds) == [key < "c", key >= "b", key == "c"]
+
+
 def test_the_example_keeps_the_contract(tmp_path):
     check_store(lambda: FolderStore(f"folder://{tmp_path}"), **SMALL)
 
