@@ -124,6 +124,20 @@ def test_blocks_that_a_load_overwrites_are_stored_before_the_load_and_hold_no_co
     assert set(store.copies[0].device_blocks) == set(blocks)
 
 
+def test_each_load_of_a_plan_is_right_behind_its_stores_and_short_ones_come_first(story):
+    for prompt in ("abc", "x", "klmnop"):
+        story.land(story.run(prompt))
+    for prompt in ("abc", "x"):  # the long one is planned first
+        holding = story.take(prompt, boundary=len(prompt) * GRID)
+        blocks = [block for slot in holding.slots for block in story.device.blocks_of(slot)]
+        story.cache.load(prompt, len(prompt) * GRID, [blocks], now=0.0)
+    transfers = story.cache.step().transfers
+    loads = [each for each in transfers if each.direction is Direction.LOAD]
+    assert [len(load.copies[0].host_blocks) for load in loads] == [1, 3]
+    assert [each.id for each in transfers] == [id for load in loads for id in (*load.after, load.id)]
+    assert all(load.after for load in loads)
+
+
 def test_all_loads_that_overwrite_parts_of_a_chunk_follow_its_store(monkeypatch):
     """A radix tree frees the pages of a chunk, and hands them out one by one."""
     story = Story(width=2)

@@ -122,8 +122,8 @@ def test_no_copy_is_early_unless_the_device_frees_blocks_after_their_use():
     engine.starts("computes", "xy")
     engine.computes("computes")
     assert [(each.direction, each.is_early) for each in engine.steps().transfers] == [
-        (Direction.STORE, False),
         (Direction.LOAD, False),
+        (Direction.STORE, False),
     ]
 
 
@@ -137,14 +137,14 @@ def test_only_what_the_device_lacks_is_loaded():
     assert plan.copies[0].host_blocks == tuple(engine.cache.pool.find(key) for key in chain("abc")[1:])
 
 
-def test_a_plan_has_stores_first_and_short_loads_before_long_ones():
+def test_a_plan_has_short_loads_before_long_ones_and_what_nobody_waits_for_last():
     engine = on_host_only("abcd")
     engine.serves("xy")
     engine.device_forgets()
     engine.starts("computes", "fg")
     long, short = engine.starts("long", "abcd"), engine.starts("short", "xy")
     engine.computes("computes")
-    store, *loads = engine.steps().transfers
+    *loads, store = engine.steps().transfers
     assert store.direction is Direction.STORE and [each.id for each in loads] == [short, long]
 
 
@@ -786,7 +786,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_in_flight_registers():
     load = engine.starts("loads", "ab")
     engine.starts("stores", "xy")
     engine.computes("stores")
-    (store, _) = engine.steps().transfers
+    (_, store) = engine.steps().transfers
     engine.cache.reset()
     assert engine.host == set() and engine.cache.epoch == 1 and engine.asks("ab") == Miss()
     plan = engine.steps()

@@ -70,8 +70,16 @@ class Resolved:
     good: int = 0
 
 
-def _turn(transfer: TransferPlan) -> int:
-    return transfer.num_bytes if transfer.direction is Direction.LOAD else -1
+def _in_turn(transfers: tuple[TransferPlan, ...]) -> tuple[TransferPlan, ...]:
+    loads = sorted((each for each in transfers if each.direction is Direction.LOAD), key=lambda load: load.num_bytes)
+    if not loads:
+        return transfers
+    left = {each.id: each for each in transfers if each.direction is Direction.STORE}
+    first = [left.pop(each.id) for each in transfers if each.id in left and each.holds_compute]
+    for load in loads:
+        first += [left.pop(id) for id in load.after if id in left]
+        first.append(load)
+    return (*first, *left.values())
 
 
 @dataclass(slots=True)
@@ -314,12 +322,13 @@ class CPUPrefixCache:
     def step(self) -> StepPlan:
         """An engine step begins: what all ranks are to copy after the compute of the steps before.
 
-        Stores come first, and short loads before long ones: they wait for one link, and so their mean wait is least.
+        Short loads come before long ones, each behind the stores that it follows: they wait for one link, and so their
+        mean wait is least. First come stores that hold compute, and last those that nobody waits for.
         """
         self._running.begin_step()
         self._is_full = False
         plan = self.edge.begin_step()
-        return plan._replace(transfers=tuple(sorted(plan.transfers, key=_turn))) if plan.transfers else plan
+        return plan._replace(transfers=_in_turn(plan.transfers))
 
     def catch_up(self) -> None:
         """Do what would have delayed the step's plan, now that it has gone out to the ranks.
