@@ -2,7 +2,8 @@
 
     python -m benchmarks.serve_plot PLOT.png FILE.json ... [--over users]
 
-A line is an engine on one device; points of several files join, and where two are of the same place the last counts.
+Over host memory a line is an engine of one file, since a file is of one machine. Over users a line is an engine with
+one size of host memory, and the points of several files join: of two of the same place the last counts.
 """
 
 import argparse
@@ -25,17 +26,18 @@ FIGURES = {
 TITLES = {"host": "host memory, GiB", "users": "users"}
 
 
-def points(runs: Iterable[Mapping[str, Any]], over: str) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """Served figures by engine, and by host memory or users. `runs` are results of serve.py. Convoys and, over users,
-    open loops are left out."""
+def points(runs: Iterable[tuple[str, Mapping[str, Any]]], over: str) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """Served figures by line, and by host memory or users. `runs` are results of serve.py, with names.
+
+    Convoys and, over users, open loops are left out.
+    """
     lines = defaultdict[str, dict[int, Mapping[str, Any]]](dict)
-    for run in runs:
-        for cell in run["cells"]:
-            name, _, gib = cell["engine"].partition("@")
-            if "served" not in cell:
-                continue
+    for file, run in runs:
+        for cell in (cell for cell in run.get("cells", ()) if "served" in cell):
+            name, _, behind = cell["engine"].partition("@")
+            gib, _, rest = behind.partition(" ")
             if over == "host":
-                lines[f"{name}, {cell['device']}"][int(gib.split()[0]) if gib else 0] = cell["served"]
+                lines[f"{name} {rest}".strip() + f", {file}"][int(gib or 0)] = cell["served"]
             elif (users := run["load"].get("users")) is not None:
                 lines[f"{cell['engine']} GiB, {cell['device']}"][users] = cell["served"]
     return dict(lines)
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--over", choices=TITLES, default="host")
     options = parser.parse_args(arguments)
     check_plot_can_be_drawn(options.plot)
-    lines = points((json.loads(file.read_text()) for file in options.files), options.over)
+    lines = points(((file.stem, json.loads(file.read_text())) for file in options.files), options.over)
     if not lines:
         parser.error(f"these files have nothing to draw over {TITLES[options.over]}")
     save(draw(lines, options.over), options.plot)

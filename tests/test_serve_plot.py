@@ -24,13 +24,19 @@ def rates(lines: dict) -> dict:
     }
 
 
-def test_points_of_several_files_join_and_the_last_of_a_place_counts():
-    runs = [run(24, ours_at_16=5, ours_at_40=9, none=1), run(24, ours_at_40=8)]
-    assert rates(points(runs, "host")) == {"ours, H100": {16: 5, 40: 8}, "none, H100": {0: 1}}
+def test_over_host_memory_a_line_is_of_one_file():
+    runs = [("a", run(24, ours_at_16=5, ours_at_40=9, none=1)), ("b", run(24, ours_at_40=8)), ("convoys", {})]
+    assert rates(points(runs, "host")) == {"ours, a": {16: 5, 40: 9}, "none, a": {0: 1}, "ours, b": {40: 8}}
+
+
+def test_two_states_of_an_engine_in_one_file_are_two_lines():
+    runs = [("a", run(24, **{"ours_at_40": 9, "ours_at_40 before": 8}))]
+    assert rates(points(runs, "host")) == {"ours, a": {40: 9}, "ours before, a": {40: 8}}
 
 
 def test_over_users_engines_of_another_size_are_lines_of_their_own():
-    runs = [run(8, ours_at_16=5, ours_at_40=9), run(64, ours_at_40=8), run(None, ours_at_40=1)]
+    loops = [run(8, ours_at_16=5, ours_at_40=9), run(64, ours_at_40=7), run(64, ours_at_40=8), run(None, ours_at_40=1)]
+    runs = [(str(at), each) for at, each in enumerate(loops)]
     assert rates(points(runs, "users")) == {"ours@16 GiB, H100": {8: 5}, "ours@40 GiB, H100": {8: 9, 64: 8}}
 
 
@@ -40,7 +46,7 @@ def matplotlib():
 
 
 def test_every_figure_has_a_panel_with_every_line(matplotlib):
-    figure = draw(points([run(24, ours_at_16=5, none=1)], "host"), "host")
+    figure = draw(points([("a", run(24, ours_at_16=5, none=1))], "host"), "host")
     assert [panel.get_title() for panel in figure.axes] == list(FIGURES)
     assert all(len(panel.lines) == 2 for panel in figure.axes)
 
