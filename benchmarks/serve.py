@@ -84,16 +84,18 @@ def job(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
         shares = serve_trace.dealt(requests, args.users, args.requests)
         chosen = [request for share in shares for request in share]
         send: dict[str, Any] = {"users": [[asked(request) for request in share] for share in shares]}
-        load = f"{len(shares)} users in a closed loop"
+        users: int | None = len(shares)
+        load = f"{users} users in a closed loop"
     else:
         times = serve_trace.timed(requests, args.rate, args.requests)
         chosen = [request for _, request in times]
         send = {"requests": [(at, *asked(request)) for at, request in times]}
+        users = None
         load = f"an open loop of {args.rate} requests a second"
     return send, {
         "trace": args.trace.name,
         "load": load,
-        "users": None if args.rate else args.users,
+        "users": users,
         "requests": len(chosen),
         "prompt_tokens": sum(request.tokens for request in chosen),
         "answer_tokens": sum(request.answer for request in chosen),

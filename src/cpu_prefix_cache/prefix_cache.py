@@ -70,18 +70,6 @@ class Resolved:
     good: int = 0
 
 
-def _in_turn(transfers: tuple[TransferPlan, ...]) -> tuple[TransferPlan, ...]:
-    loads = sorted((each for each in transfers if each.direction is Direction.LOAD), key=lambda load: load.num_bytes)
-    if not loads:
-        return transfers
-    left = {each.id: each for each in transfers if each.direction is Direction.STORE}
-    first = [left.pop(each.id) for each in transfers if each.id in left and each.holds_compute]
-    for load in loads:
-        first += [left.pop(id) for id in load.after if id in left]
-        first.append(load)
-    return (*first, *left.values())
-
-
 @dataclass(slots=True)
 class Lease:
     """A prefix that stays on the host until the lease is released, exactly once."""
@@ -328,7 +316,7 @@ class CPUPrefixCache:
         self._running.begin_step()
         self._is_full = False
         plan = self.edge.begin_step()
-        return plan._replace(transfers=_in_turn(plan.transfers))
+        return plan._replace(transfers=_in_turn(plan.transfers)) if len(plan.transfers) > 1 else plan
 
     def catch_up(self) -> None:
         """Do what would have delayed the step's plan, now that it has gone out to the ranks.
@@ -557,3 +545,14 @@ def _check(planner: HybridChunkPlanner, host_blocks: int, checkpoint_interval: i
         raise ConfigurationError(
             f"the host needs at least the {least} blocks of a chunk and its checkpoint, got {host_blocks}"
         )
+
+
+def _in_turn(transfers: Sequence[TransferPlan]) -> tuple[TransferPlan, ...]:
+    """The transfers of a plan in the order of `CPUPrefixCache.step`; without loads as they were planned."""
+    loads = sorted((each for each in transfers if each.direction is Direction.LOAD), key=lambda load: load.num_bytes)
+    if not loads:
+        return tuple(transfers)
+    planned = {each.id: each for each in transfers}
+    holding = [each.id for each in transfers if each.holds_compute]
+    loading = [id for load in loads for id in (*load.after, load.id) if id in planned]
+    return tuple(planned[id] for id in dict.fromkeys((*holding, *loading, *planned)))

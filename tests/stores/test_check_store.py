@@ -110,11 +110,14 @@ class CallsAnotherMissing(OneByOne):
         return super().get(key, buffers, timeout) or Got.MISSING
 
 
+def overrun(buffer):
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + len(buffer), 0, 2)
+
+
 class WritesBeyond(OneByOne):
     def get(self, key, buffers, timeout):
         there = super().get(key, buffers, timeout)
-        last = ctypes.addressof(ctypes.c_char.from_buffer(buffers[-1])) + len(buffers[-1])
-        ctypes.memset(last, 0, 2)
+        overrun(buffers[-1])
         return there
 
 
@@ -122,8 +125,7 @@ class WritesBeyondForOtherSizes(OneByOne):
     def get(self, key, buffers, timeout):
         there = super().get(key, buffers, timeout)
         if there is Got.OTHER_SIZE:
-            last = ctypes.addressof(ctypes.c_char.from_buffer(buffers[-1])) + len(buffers[-1])
-            ctypes.memset(last, 0, 2)
+            overrun(buffers[-1])
         return there
 
 
