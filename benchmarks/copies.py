@@ -317,9 +317,9 @@ def loops() -> dict[str, Callable[[], None]]:
 
 def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace) -> None:
     bars = {STORE: (1.03, 1.06, 1.08), LOAD: (1.04, 1.07, 1.14)}
-    scene = Scene(arena, pinned, 16 * KIB, 128, 256 * MIB, "random")
-    methods = beside_each_other(scene, options)
-    runs = {"staged": 3, "batch": 3, "kernel": 3} if options.quick else {"staged": 15, "batch": 5, "kernel": 5}
+    methods = beside_each_other(Scene(arena, pinned, 16 * KIB, 128, 256 * MIB, "random"), options)
+    methods["whole"] = Staged(Scene(arena, pinned, 2 * MIB, 1, 256 * MIB, "random"))  # blocks in one piece
+    runs = dict.fromkeys(methods, 3 if options.quick else 5) | {"staged": 3 if options.quick else 15}
     for direction in Direction:
         for (loop, compute), bar in zip(loops().items(), bars[direction], strict=True):
             lost: dict[str, float] = {}
@@ -329,7 +329,7 @@ def slowdown(arena: HostArena, pinned: torch.Tensor, options: argparse.Namespace
                 ratio, rate[name], lost[name] = cost(pairs)
                 text = f"{loop} beside {direction.value}s, {name}: {ratio:.3f}x at {rate[name]:.1f} GB/s"
                 text += f", {lost[name]:.2f} ms of compute lost per GB"
-                line(text, ratio <= bar if name == "staged" else None)
+                line(text, ratio <= bar if isinstance(methods[name], Staged) else None)
             if "batch" in rate and rate["batch"] < 0.98 * rate["staged"]:
                 text = f"{loop} beside {direction.value}s: {lost['staged']:.2f} ms lost per GB"
                 line(f"{text}, the peer {lost['batch']:.2f}", lost["staged"] <= lost["batch"])
