@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 
 from connector.vllm import versions
 from connector.vllm.log import log_through_vllm
+from connector.vllm.memory_order import is_asked_for_the_engine, wanted_order
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CachePromMetrics, CacheStats
 from connector.vllm.pool_view import PoolView, check_pool
@@ -69,6 +70,10 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             from connector.vllm.worker import WorkerHalf  # imports torch and Triton, which the scheduler does not need
 
             self.worker = WorkerHalf(settings, vllm_config, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return wanted_order(vllm_config) if is_asked_for_the_engine() else None
 
     @property
     def requires_kv_delivery(self) -> bool:
