@@ -414,6 +414,17 @@ def test_others_wait_for_a_load_as_long_as_the_slowest_rank_takes():
     assert slow.asks("abc").deadline == pytest.approx(usual + 2 * 3 * 100 / 100.0)
 
 
+def test_others_wait_for_a_load_behind_those_that_share_the_link_with_it():
+    engine = on_host_only("abc", ranks=1)
+    engine.serves("wx")
+    engine.device_forgets()
+    engine.cache.report(RankReport(0, load_bytes_per_second=100.0))
+    engine.starts("first", "abc", load=True)
+    alone = engine.asks("abc").deadline
+    engine.starts("second", "wx", load=True)
+    assert engine.asks("wx").deadline == pytest.approx(alone + 2 * 2 * 100 / 100.0)
+
+
 def test_the_slowest_link_of_all_ranks_decides_whether_a_load_is_worth_it():
     engine = on_host_only("abc", min_load_tokens=None, ranks=2)
     for _ in range(2):

@@ -24,8 +24,8 @@ from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTra
 from cpu_prefix_cache.pool.coordinator import num_bytes
 from cpu_prefix_cache.pool.states import BlockState
 
-# A second request for a prefix that is being loaded waits for it this long, beyond twice its time on the link: long
-# enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 12).
+# A second request for a prefix that is being loaded waits for it this long, beyond twice the time on the link of all
+# loads under way: long enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 12).
 PENDING_GRACE_SECONDS = 0.05
 
 
@@ -103,6 +103,7 @@ class Edge:
         go into host chunks that it has `read`.
         """
         carried = num_bytes(self.stores.planner, copies)
+        under_way = carried + sum(load.plan.num_bytes for load in self.ledger.loads.values())
         with self.pool.pinned(*nodes) as pin:  # before anything is evicted for what it overwrites
             before = self.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
             after = tuple(store.id for store in before)
@@ -113,7 +114,7 @@ class Edge:
                 hold=self.device.hold(device_blocks),
                 pin=pin,
                 request_id=request_id,
-                deadline=now + 2 * carried / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
+                deadline=now + 2 * under_way / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
             )
         self.ledger.add(transfer)
         sources = {block for copy in copies for block in copy.host_blocks} if before else set()
