@@ -25,7 +25,8 @@ from cpu_prefix_cache.pool.coordinator import num_bytes
 from cpu_prefix_cache.pool.states import BlockState
 
 # A second request for a prefix that is being loaded waits for it this long, beyond twice the time on the link of all
-# loads under way: long enough for a few engine steps, short enough that a lost report delays nobody noticeably (rule 12).
+# loads under way: long enough for a few engine steps, short enough that a lost report delays nobody noticeably
+# (rule 12).
 PENDING_GRACE_SECONDS = 0.05
 
 
