@@ -46,7 +46,7 @@ class Bench:
         self.block_tokens = block_tokens
         self.past = ModelPast(model)
         self.kv = PagedKV(self.past, pool_tokens // block_tokens, block_tokens, model.device)
-        full = [pool for pools in self.kv._layers.values() for pool in pools]
+        full = [pool for pools in self.kv.pools.values() for pool in pools]
         self.pools = [pool.transpose(1, 2) for pool in full]  # of full attention, [blocks, block_tokens, heads, width]
         self._pages = pool_tokens // block_tokens
 

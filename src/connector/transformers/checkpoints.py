@@ -1,6 +1,6 @@
 """Checkpoints in the engine's device pool: taken from a running request, restored into a later one.
 
-    running request    a WorkingState, which changes with every token
+    running request    a past, which changes with every token
     checkpoint         its windows and states at one boundary, as pieces in blocks of the device pool
 
 Each block of a window is a piece, shared by the checkpoints that need it; all states together are one piece.
@@ -8,13 +8,12 @@ A checkpoint is taken when a forward pass has ended at its boundary: the state t
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
-from connector.transformers.working import WorkingState
 from cpu_prefix_cache.deciding import (
     InternalError,
     KVCacheCoordinator,
@@ -23,6 +22,18 @@ from cpu_prefix_cache.deciding import (
     PoolExhausted,
     checkpoint_key,
 )
+
+
+class Snapshots(Protocol):
+    """The past of running requests, of which a row's windows and states are copied out, or in where it is fresh."""
+
+    def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor, row: int = 0) -> None: ...
+
+    def restore_window(self, group: LocalGroup, first: int, length: int, blocks: torch.Tensor) -> None: ...
+
+    def snapshot_states(self, out: torch.Tensor, row: int = 0) -> None: ...
+
+    def restore_states(self, page: torch.Tensor) -> None: ...
 
 
 class PastCheckpoints:
@@ -62,7 +73,7 @@ class PastCheckpoints:
                 wanted.append(need if need in missing else PieceNeed((mine, need.key), need.num_blocks))
         return self._allocate(wanted)
 
-    def take(self, state: WorkingState, row: int, keys: Sequence[bytes], boundary: int) -> int | None:
+    def take(self, state: Snapshots, row: int, keys: Sequence[bytes], boundary: int) -> int | None:
         """Write a row's checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
 
         Returns None if the checkpoint is cached already, or the pool has no room for it.
@@ -94,7 +105,7 @@ class PastCheckpoints:
         if node is not None:
             self._pool.withdraw(node)
 
-    def restore(self, state: WorkingState, node: int, boundary: int) -> None:
+    def restore(self, state: Snapshots, node: int, boundary: int) -> None:
         """Restore a fresh `state` at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
         pieces: dict[int, list[torch.Tensor]] = {}
         if self.are_needed(boundary):
@@ -120,7 +131,7 @@ class PastCheckpoints:
         except PoolExhausted:
             return None
 
-    def _restore(self, state: WorkingState, boundary: int, pieces: dict[int, list[torch.Tensor]]) -> None:
+    def _restore(self, state: Snapshots, boundary: int, pieces: dict[int, list[torch.Tensor]]) -> None:
         for group, local in enumerate(self._locals):
             found = pieces.get(group, [])
             if local is not None:
@@ -130,7 +141,7 @@ class PastCheckpoints:
             elif self._kv.groups[group].is_state:
                 state.restore_states(found[0])
 
-    def _write(self, state: WorkingState, row: int, depth: int, node: int) -> None:
+    def _write(self, state: Snapshots, row: int, depth: int, node: int) -> None:
         to_write = self._pool.checkpoints.to_write(node)
         for at, blocks in zip(self._planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
@@ -138,7 +149,7 @@ class PastCheckpoints:
                 first = at.chunk * self._planner.grid_tokens + at.block * tokens
                 self._kv.write(blocks, self._snapshot(state, row, at.group, first, first + tokens))
 
-    def _snapshot(self, state: WorkingState, row: int, group: int, first: int, end: int) -> torch.Tensor:
+    def _snapshot(self, state: Snapshots, row: int, group: int, first: int, end: int) -> torch.Tensor:
         piece = torch.empty(self._num_bytes(group), dtype=torch.uint8, device=self._kv.region.device)
         local = self._locals[group]
         if local is None:

@@ -21,7 +21,7 @@ Before each forward pass the host cache copies, and the engine waits for it.
 
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,12 +35,13 @@ from connector.transformers.changes import Weights
 from connector.transformers.checkpoints import PastCheckpoints
 from connector.transformers.continuing import Continuation, check_continues, check_decodes_together
 from connector.transformers.forward import ForwardPass
-from connector.transformers.identity import model_name, weights_revision
+from connector.transformers.identity import longest, named, weights_revision
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
 from connector.transformers.rows import BlockTable
 from connector.transformers.sampling import SamplingSettings, TokenChooser, check_configuration
+from connector.transformers.steps import copy_all, take_in
 from connector.transformers.versions import warn_if_untested
 from connector.transformers.whole_numbers import check_whole, num_bytes
 from connector.transformers.working import WorkingState
@@ -70,7 +71,6 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.tier import TierStatistics
 
-OPENING = "opening"  # state of a tier
 # So few tokens take hardly longer in one forward pass than in each of two. With two, after 2,048 known tokens and 32
 # new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.3 to 1.4 times as long to the first token.
 PUT_OFF_TOKENS = 32
@@ -228,7 +228,7 @@ class PrefixCachedGenerator:
         self.tokenizer: Tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
         self.prefill_tokens = prefill_tokens
         self.batch_size = batch_size
-        self.max_model_len = _max_model_len(model, max_model_len)
+        self.max_model_len = longest(model, max_model_len)
         self.past = ModelPast(model)
         self.continuation = check_continues(model, self.past, self.max_model_len)
         if batch_size > 1:
@@ -244,9 +244,9 @@ class PrefixCachedGenerator:
         self._lock = threading.RLock()  # of one thread at a time: its processors may ask for another answer
         self._is_closed = False
         self._has_tier = below is not None
-        named = None if below is None else _named(below, model)
-        self._shares = isinstance(named, SharedTier)
-        self._revisions = {named and named.revision}  # of the weights, that were named so far
+        tier = None if below is None else named(below, model)
+        self._shares = isinstance(tier, SharedTier)
+        self._revisions = {tier and tier.revision}  # of the weights, that were named so far
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._checkpoint_interval = checkpoint_interval
         self._prefix_caching = prefix_caching
@@ -267,10 +267,10 @@ class PrefixCachedGenerator:
                 thresholds=Thresholds(store_after, min_store_tokens),
                 checkpoint_interval=checkpoint_interval,
                 wrap_copier=wrap_copier,
-                below=named,
+                below=tier,
             )
             self._host.prepare()
-            _take_in(self._host)
+            take_in(self._host)
         elif below is not None:
             raise ConfigurationError("a tier is below host memory: give host_bytes, and an offload other than off")
         self._weights = Weights(model, self.reset)
@@ -516,7 +516,7 @@ class PrefixCachedGenerator:
     def _has_room(self, sequences: Sequence[_Sequence]) -> bool:
         """Whether the pool has room for the longest answers of all, and for a checkpoint that the last one loads."""
         if self._host is not None:
-            _copy(self._host)  # until then, blocks are held that are being stored
+            copy_all(self._host)  # until then, blocks are held that are being stored
         chunks = [self._chunks(each.prompt_tokens, each.choice.max_new_tokens) for each in sequences]
         missing = sum(chunks) - sum(len(each.chunks) for each in sequences)
         wanted = missing * self.planner.device_blocks_per_chunk + self._coordinator.num_blocks(chunks[-1])
@@ -623,10 +623,10 @@ class PrefixCachedGenerator:
             allocate=partial(self._room, sequence),
         )
         while isinstance(answer := ask(), Pending):
-            _copy(host)
+            copy_all(host)
         if not isinstance(answer, Hit):
             return
-        sequence.table.length = dict(_copy(host))[sequence.id]
+        sequence.table.length = dict(copy_all(host))[sequence.id]
         self._commit(sequence)
         node, sequence.filling = sequence.filling, None
         if node is not None and sequence.table.length == answer.boundary:
@@ -677,7 +677,7 @@ class PrefixCachedGenerator:
         for sequence in sequences:
             self._grow(sequence, sequence.table.length + tokens)
         if self._host is not None:
-            _copy(self._host)  # what the new blocks held is stored before it is overwritten
+            copy_all(self._host)  # what the new blocks held is stored before it is overwritten
         return self._run(state, sequences, tokens)
 
     def _settle(self, state: WorkingState, sequences: Sequence[_Sequence]) -> None:
@@ -821,7 +821,7 @@ class PrefixCachedGenerator:
     def _end_on_host(self, sequence: _Sequence) -> None:
         if self._host is not None:
             self._host.end(sequence.id, sequence.committed * self.planner.grid_tokens)
-            _copy(self._host)
+            copy_all(self._host)
 
     def _release(self, sequence: _Sequence) -> None:
         """Give up what a request holds of the pool."""
@@ -836,37 +836,3 @@ def _told(sequence: _Sequence) -> int:
     """The tokens of a request that the host may store."""
     computed = sequence.table.length
     return computed if sequence.put_off is None else min(sequence.put_off - 1, computed)
-
-
-def _copy(host: HostCache) -> list[tuple[Hashable, int]]:
-    """A step of the host cache and the end of all its copies. The loads that have ended, as from `HostCache.drain`."""
-    try:
-        host.begin_step()
-    finally:  # also after an interrupt, wait for the transfers and resolve them
-        ended = host.drain()
-    return ended
-
-
-def _take_in(host: HostCache) -> None:
-    """Wait until a tier has reported all slots from before, so that the first prompt finds them."""
-    while (tier := host.statistics().tier) is not None and tier.state == OPENING:
-        _copy(host)
-
-
-def _named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
-    """The tier of this model, unless its identity is given."""
-    named = below if below.model or below.weights else replace(below, model=model_name(model))
-    return named if named.revision or named.weights else replace(named, revision=weights_revision(model))
-
-
-def _max_model_len(model: PreTrainedModel, given: int | None) -> int:
-    config, name = model.config.get_text_config(), "max_position_embeddings"
-    said = config.to_dict().get(config.attribute_map.get(name, name))
-    longest = said if given is None else given
-    if longest is None:
-        raise ConfigurationError(
-            f"the configuration of {type(model).__name__} does not say how long a prompt may be: give max_model_len"
-        )
-    if longest < 1 or (said is not None and longest > said):
-        raise ConfigurationError(f"max_model_len must be from 1 to {said or 'any number'}, got {given}")
-    return int(longest)

@@ -7,12 +7,14 @@ checkpoint that has moved finds its own.
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 import xxhash
 from transformers import PreTrainedModel
 
 from connector.transformers.changes import adapters_of
+from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 
 CHUNK_BYTES = 64 << 20  # of a tensor, brought to the host at once
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of a configuration
@@ -52,3 +54,23 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     return iter(tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()))
+
+
+def named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
+    """The tier of this model, unless its identity is given."""
+    tier = below if below.model or below.weights else replace(below, model=model_name(model))
+    return tier if tier.revision or tier.weights else replace(tier, revision=weights_revision(model))
+
+
+def longest(model: PreTrainedModel, given: int | None) -> int:
+    """The most tokens of a prompt: `given`, or those of the configuration. Raises ConfigurationError."""
+    config, name = model.config.get_text_config(), "max_position_embeddings"
+    said = config.to_dict().get(config.attribute_map.get(name, name))
+    most = said if given is None else given
+    if most is None:
+        raise ConfigurationError(
+            f"the configuration of {type(model).__name__} does not say how long a prompt may be: give max_model_len"
+        )
+    if most < 1 or (said is not None and most > said):
+        raise ConfigurationError(f"max_model_len must be from 1 to {said or 'any number'}, got {given}")
+    return int(most)

@@ -52,7 +52,7 @@ class _Stretch:
             if table.filled:
                 first = self._rows.pads[at] + table.length // table.block_tokens * table.block_tokens
                 whole = memory[at, :, first : first + len(table.filled) * table.block_tokens]
-                self._pool[table.filled_ids] = _in_blocks(whole, table.block_tokens)
+                self._pool[table.filled_ids] = in_blocks(whole, table.block_tokens)
         return memory[:, :, :end]
 
     def join(self, sources: Sequence[tuple["_Stretch", int]]) -> None:
@@ -80,11 +80,11 @@ class _Stretch:
             out[:] = self._memory[at, :, self._rows.pads[at] : self._rows.columns]
         else:  # straight from the blocks: through other memory it took up to twice as long
             table = self._rows.tables[at]
-            blocks = _in_blocks(out, table.block_tokens)
+            blocks = in_blocks(out, table.block_tokens)
             torch.index_select(self._pool, 0, table.computed(self._pool.device), out=blocks)
 
 
-def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
+def in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
     """A view of [heads, tokens, width] as a pool has it: [blocks, heads, block_tokens, width]."""
     return states.unflatten(1, (-1, block_tokens)).transpose(0, 1)
 
@@ -131,14 +131,14 @@ class PagedKV:
     """
 
     def __init__(self, past: ModelPast, num_blocks: int, block_tokens: int, device: torch.device) -> None:
-        self.block_bytes = _block_bytes(past, block_tokens)
+        self.block_bytes = block_bytes(past, block_tokens)
         if device.type == "cpu":
             check_fits(num_blocks * self.block_bytes)
         self.region = torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=device)
         self._words = self.region.view(torch.int64)  # torch writes single bytes four times as slowly
-        self._layers: dict[int, list[torch.Tensor]] = {}
+        self.pools: dict[int, list[torch.Tensor]] = {}
         for part, span in past.full.spans(block_tokens):  # K before V
-            self._layers.setdefault(part.layer, []).append(_view(self.region[:, span], part, block_tokens))
+            self.pools.setdefault(part.layer, []).append(_view(self.region[:, span], part, block_tokens))
         self.groups = groups_of(past, block_tokens)
 
     @property
@@ -146,7 +146,7 @@ class PagedKV:
         """Every group with its parts: of full attention K and V of each layer; of the others rows of plain bytes."""
         full = [
             blocks_first(layer, role, pool)
-            for layer, pools in self._layers.items()
+            for layer, pools in self.pools.items()
             for role, pool in zip((Role.KEY, Role.VALUE), pools, strict=True)
         ]
         rows = [blocks_first(0, Role.STATE, self.region)]
@@ -154,12 +154,12 @@ class PagedKV:
 
     def layer(self, index: int, rows: Rows) -> PagedLayer:
         """Layer `index` of the model, for the requests of these rows."""
-        keys, values = self._layers[index]
+        keys, values = self.pools[index]
         return PagedLayer(keys, values, rows)
 
     def release(self) -> None:
         """Give the memory of the pool back. Nothing can be read or written any more."""
-        self._layers.clear()
+        self.pools.clear()
         self.region = self._words = self.region.new_empty(0)
 
     def write(self, blocks: Sequence[int], piece: torch.Tensor) -> None:
@@ -179,7 +179,7 @@ def _view(rows: torch.Tensor, part: PastPart, block_tokens: int) -> torch.Tensor
     return rows.view(part.dtype).unflatten(1, (heads, block_tokens, width))
 
 
-def _block_bytes(past: ModelPast, block_tokens: int) -> int:
+def block_bytes(past: ModelPast, block_tokens: int) -> int:
     others = [local.token_bytes * block_tokens for local in past.locals] + [past.states.num_bytes]
     content = past.full.num_bytes * block_tokens or max(others)
     return -(-content // ALIGNMENT) * ALIGNMENT
@@ -187,11 +187,11 @@ def _block_bytes(past: ModelPast, block_tokens: int) -> int:
 
 def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
     """Full attention first, then one group for each size of window or attention chunk, then all states together."""
-    block_bytes = _block_bytes(past, block_tokens)
+    row_bytes = block_bytes(past, block_tokens)
 
     def in_blocks(group: Group, num_bytes: int) -> Group:
-        device_blocks = -(-num_bytes // block_bytes)
-        return replace(group, block_tokens=block_tokens, block_bytes=block_bytes, device_blocks=device_blocks)
+        device_blocks = -(-num_bytes // row_bytes)
+        return replace(group, block_tokens=block_tokens, block_bytes=row_bytes, device_blocks=device_blocks)
 
     groups: list[Group] = []
     if past.full.num_bytes:
@@ -199,6 +199,6 @@ def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
         groups.append(PrefixGroup(name="attention", block_tokens=block_tokens, block_bytes=full))
     groups += [in_blocks(each.local, each.token_bytes * block_tokens) for each in past.locals]
     if past.states.num_bytes:
-        state = StateGroup(name="state", block_tokens=block_tokens, block_bytes=block_bytes)
+        state = StateGroup(name="state", block_tokens=block_tokens, block_bytes=row_bytes)
         groups.append(in_blocks(state, past.states.num_bytes))
     return tuple(groups)

@@ -21,6 +21,7 @@ from connector.transformers.layers import FullAndStateLayer, LayerPast, LocalLay
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast, PastPart, states_of
 from connector.transformers.rows import BlockTable, Rows
+from connector.transformers.snapshots import as_bytes, as_tensor, check_bytes, set_state
 from cpu_prefix_cache import MisuseError
 
 
@@ -69,10 +70,10 @@ class WorkingState:
         forward pass computed. Raises MisuseError for other tokens.
         """
         tokens = end - first
-        _check_bytes(out, tokens * group.token_bytes)
+        check_bytes(out, tokens * group.token_bytes)
         for part, span in group.parts.spans(tokens):
             keys, values = self._local(part).held(row, first, end)
-            out[span] = _bytes(keys if part.name == "keys" else values)
+            out[span] = as_bytes(keys if part.name == "keys" else values)
 
     def restore_window(self, group: LocalGroup, first: int, length: int, blocks: torch.Tensor) -> None:
         """Restore the tokens [first, length) of a local group from snapshots of equal size, in order.
@@ -86,10 +87,10 @@ class WorkingState:
                 f"{list(blocks.shape)} bytes are not the {length - first} tokens [{first}, {length}) in equal blocks"
             )
         if len(blocks):
-            _check_bytes(blocks[0], tokens * group.token_bytes)
+            check_bytes(blocks[0], tokens * group.token_bytes)
         states = {}
         for part, span in group.parts.spans(tokens):
-            states[part.layer, part.name] = _tensor(blocks[:, span], part.dtype).view(length - first, *part.shape)
+            states[part.layer, part.name] = as_tensor(blocks[:, span], part.dtype).view(length - first, *part.shape)
         for part in group.parts:
             if part.name == "keys":
                 self._local(part).restore(first, length, states[part.layer, "keys"], states[part.layer, "values"])
@@ -99,7 +100,7 @@ class WorkingState:
 
         Raises MisuseError before the first forward pass, and if a state has another shape or dtype than the probed one.
         """
-        _check_bytes(out, self._past.states.num_bytes)
+        check_bytes(out, self._past.states.num_bytes)
         for part, span in self._past.states.spans():
             found = {(name, index): state[row, None] for name, index, state in states_of(self._linear(part))}
             state = found.get((part.name, part.index))
@@ -110,14 +111,14 @@ class WorkingState:
                     f"layer {part.layer} keeps its {part.name} state as {list(state.shape)} {state.dtype}, but kept it "
                     f"as {list(part.shape)} {part.dtype} when it was probed: begin with a forward of several tokens"
                 )
-            out[span] = _bytes(state)
+            out[span] = as_bytes(state)
 
     def restore_states(self, page: torch.Tensor) -> None:
         """Restore all states from `page`, uint8 [past.states.num_bytes], a snapshot at the position to resume from."""
-        _check_bytes(page, self._past.states.num_bytes)
+        check_bytes(page, self._past.states.num_bytes)
         for part, span in self._past.states.spans():
-            state = _tensor(page[span], part.dtype).view(part.shape)
-            _set_state(self._linear(part), part.name, part.index, state)
+            state = as_tensor(page[span], part.dtype).view(part.shape)
+            set_state(self._linear(part), part.name, part.index, state)
 
     def _join_recent(self, sources: Sequence[tuple["WorkingState", int]]) -> None:
         """Begin with the windows and states of these rows of others."""
@@ -128,7 +129,7 @@ class WorkingState:
             for same in zip(*rows, strict=True):
                 name, number, _ = same[0]
                 states = [each[at, None] for (_, _, each), (_, at) in zip(same, sources, strict=True)]
-                _set_state(layer, name, number, torch.cat(states))
+                set_state(layer, name, number, torch.cat(states))
 
     def _with_states(self, index: int, past: LayerPast) -> LinearAttentionLayer:
         if past.full:
@@ -146,24 +147,3 @@ class WorkingState:
         if layer is None:
             raise MisuseError(f"layer {part.layer} keeps no states: the page is another model's")
         return layer
-
-
-def _set_state(layer: LinearAttentionLayer, name: str, number: int, state: torch.Tensor) -> None:
-    if name == "conv":
-        layer.update_conv_state(state, number)
-    else:
-        layer.update_recurrent_state(state, number)
-
-
-def _check_bytes(row: torch.Tensor, num_bytes: int) -> None:
-    if row.dtype != torch.uint8 or row.shape != (num_bytes,):
-        raise MisuseError(f"a snapshot of {num_bytes} bytes does not fit {row.dtype} {list(row.shape)}")
-
-
-def _bytes(state: torch.Tensor) -> torch.Tensor:
-    return state.contiguous().view(-1).view(torch.uint8)
-
-
-def _tensor(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of the bytes as values. It must be a copy, because a part in a page may not be aligned."""
-    return row.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)

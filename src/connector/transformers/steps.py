@@ -1,0 +1,22 @@
+"""Steps of a host cache for an engine that waits for its copies."""
+
+from collections.abc import Hashable
+
+from cpu_prefix_cache import HostCache
+
+OPENING = "opening"  # state of a tier
+
+
+def copy_all(host: HostCache) -> list[tuple[Hashable, int]]:
+    """A step of the host cache and the end of all its copies. The loads that have ended, as from `HostCache.drain`."""
+    try:
+        host.begin_step()
+    finally:  # also after an interrupt, wait for the transfers and resolve them
+        ended = host.drain()
+    return ended
+
+
+def take_in(host: HostCache) -> None:
+    """Wait until a tier has reported all slots from before, so that the first prompt finds them."""
+    while (tier := host.statistics().tier) is not None and tier.state == OPENING:
+        copy_all(host)
