@@ -5,6 +5,8 @@
                    timed from the last first token on
     first token    2,048 tokens that are known, and 32 new ones. `generate` continues a deep copy of a cache that holds
                    the known ones; the generator finds them in its host memory, after its device pool was reset
+    past           the same by a HostPrefixCache, up to the end of the first token
+    miss           a prompt of 2,080 tokens that nobody knows: all of `generate`, with and without a HostPrefixCache
 
 Both run in turn, in pairs, each first in half of them. A streamer reads the clock when a token arrives: the processor
 time of the thread, with torch on one thread. Printed are medians and ranges of the pairs, and of the ratio within each
@@ -13,7 +15,7 @@ pair: decode speed over that of `generate`, and time to the first token over tha
 The answers are compared, too. Models are small and random: what is measured is the work around the matrices.
 
     PYTHONPATH=examples python benchmarks/transformers_speed.py \\
-        [--pairs 21] [--families llama,gemma3] [--parts decode,batch,first] [--json FILE]
+        [--pairs 21] [--families llama,gemma3] [--parts decode,batch,first,past,miss] [--json FILE]
 """
 
 import argparse
@@ -32,7 +34,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from common import print_environment
-from connector.transformers import PrefixCachedGenerator
+from connector.transformers import HostPrefixCache, PrefixCachedGenerator
 from random_models import build_family
 
 DECODE_FAMILIES = ("llama", "gemma3", "falcon_h1")
@@ -44,7 +46,7 @@ KNOWN, NEW = 2048, 32
 WINDOW = 128
 HIDDEN, LAYERS = 256, 4
 LONGEST = 6144
-FIRST, BATCH = "first token", "batch of"
+FIRST, BATCH, PAST, MISS = "first token", "batch of", "past", "miss"
 
 
 class Clock(BaseStreamer):
@@ -92,7 +94,7 @@ class Row:
     def ratios(self) -> list[float]:
         """Ratios of speeds for decode, of times for a first token."""
         pairs = zip(self.generate_ms, self.ours_ms, strict=True)
-        return [ours / theirs if self.part == FIRST else theirs / ours for theirs, ours in pairs]
+        return [ours / theirs if self.part in (FIRST, PAST, MISS) else theirs / ours for theirs, ours in pairs]
 
 
 Times = Clock | Steps
@@ -119,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--tokens", type=int, default=32, help="tokens that each decode generates after the first one")
     parser.add_argument("--families", help="comma-separated; default: those of the part")
-    parser.add_argument("--parts", default="decode,batch,first")
+    parser.add_argument("--parts", default="decode,batch,first,past,miss")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -135,11 +137,18 @@ def plan(options: argparse.Namespace) -> list[tuple[str, str, int]]:
         rows += [(f"{BATCH} {size}", family, BATCH_PROMPT) for family in wanted(DECODE_FAMILIES) for size in BATCHES]
     if "first" in options.parts.split(","):
         rows += [(FIRST, family, KNOWN + NEW) for family in wanted(FIRST_FAMILIES)]
+    for part in (PAST, MISS):
+        if part in options.parts.split(","):
+            rows += [(part, family, KNOWN + NEW) for family in wanted(FIRST_FAMILIES)]
     return rows
 
 
 def measure(part: str, family: str, length: int, options: argparse.Namespace) -> Row:
     model = build_family(family, hidden=HIDDEN, layers=LAYERS, window=WINDOW)
+    if part in (PAST, MISS):
+        with HostPrefixCache(model, host_bytes=1 << 26, offload="eager", max_model_len=LONGEST) as cache:
+            theirs, ours, seconds = (hit_of if part == PAST else miss_of)(model, cache)
+            return pairs(part, family, length, theirs, ours, seconds, options.pairs)
     size = int(part.removeprefix(BATCH)) if part.startswith(BATCH) else 1
     with PrefixCachedGenerator(
         model, device_blocks=2 * LONGEST // 16, host_bytes=1 << 29, offload="eager", batch_size=size
@@ -200,21 +209,12 @@ def batch(
 def first_token(
     model: PreTrainedModel, generator: PrefixCachedGenerator
 ) -> tuple[Turn, Turn, Callable[[Times], float]]:
-    random = torch.Generator().manual_seed(1)
-    prefix = torch.randint(0, 256, (1, KNOWN), generator=random)
-    known = prefilled(model, prefix)
+    prefix, prompts = known_prefix()
+    theirs = of_a_copy(model, prefix, prompts)
     generator.answer(torch.cat([prefix, prefix[:, :1]], dim=1), 1)
-    suffixes = torch.randint(0, 256, (1000, 1, NEW), generator=random)
-
-    def theirs(pair: int) -> Clock:
-        prompt = torch.cat([prefix, suffixes[pair]], dim=1)
-        clock = Clock()
-        past = copy.deepcopy(known)
-        model.generate(prompt, past_key_values=past, max_new_tokens=1, do_sample=False, streamer=clock)
-        return clock
 
     def ours(pair: int) -> Clock:
-        prompt = torch.cat([prefix, suffixes[pair]], dim=1)
+        prompt = prompts(pair)
         generator.pool.reset()  # what the device has is gone, and the host has it
         clock = Clock()
         answer = generator.answer(prompt, 1, streamer=clock)
@@ -223,6 +223,68 @@ def first_token(
         return clock
 
     return theirs, ours, lambda clock: clock.times[0] - clock.began
+
+
+def hit_of(model: PreTrainedModel, cache: HostPrefixCache) -> tuple[Turn, Turn, Callable[[Times], float]]:
+    prefix, prompts = known_prefix()
+    theirs = of_a_copy(model, prefix, prompts)
+    first = torch.cat([prefix, prefix[:, :1]], dim=1)
+    with cache.past(first) as past:
+        model.generate(first, past_key_values=past, max_new_tokens=1, do_sample=False)
+
+    def ours(pair: int) -> Clock:
+        cache.forget_device()
+        clock = Clock()
+        with cache.past(prompts(pair)) as past:
+            model.generate(prompts(pair), past_key_values=past, max_new_tokens=1, do_sample=False, streamer=clock)
+        if past.hit_tokens != KNOWN or past.device_hit_tokens:
+            raise SystemExit(f"the host gave {past.hit_tokens - past.device_hit_tokens} tokens, not {KNOWN}")
+        return clock
+
+    return theirs, ours, lambda clock: clock.times[0] - clock.began
+
+
+def miss_of(model: PreTrainedModel, cache: HostPrefixCache) -> tuple[Turn, Turn, Callable[[Times], float]]:
+    random = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, 256, (1000, 1, KNOWN + NEW), generator=random)
+
+    def theirs(pair: int) -> Clock:
+        clock = Clock()
+        model.generate(prompts[pair], max_new_tokens=1, do_sample=False, streamer=clock)
+        clock.times.append(time.thread_time())
+        return clock
+
+    def ours(pair: int) -> Clock:
+        clock = Clock()
+        with cache.past(prompts[pair]) as past:
+            model.generate(prompts[pair], past_key_values=past, max_new_tokens=1, do_sample=False, streamer=clock)
+        clock.times.append(time.thread_time())
+        if past.hit_tokens:
+            raise SystemExit(f"{past.hit_tokens} tokens of a new prompt were known")
+        return clock
+
+    return theirs, ours, lambda clock: clock.times[-1] - clock.began
+
+
+def known_prefix() -> tuple[torch.Tensor, Callable[[int], torch.Tensor]]:
+    """A prefix, and the prompts that begin with it, by number."""
+    random = torch.Generator().manual_seed(1)
+    prefix = torch.randint(0, 256, (1, KNOWN), generator=random)
+    suffixes = torch.randint(0, 256, (1000, 1, NEW), generator=random)
+    return prefix, lambda pair: torch.cat([prefix, suffixes[pair]], dim=1)
+
+
+def of_a_copy(model: PreTrainedModel, prefix: torch.Tensor, prompts: Callable[[int], torch.Tensor]) -> Turn:
+    """`generate` behind a deep copy of a cache that holds the prefix."""
+    known = prefilled(model, prefix)
+
+    def turn(pair: int) -> Clock:
+        prompt, clock = prompts(pair), Clock()
+        past = copy.deepcopy(known)
+        model.generate(prompt, past_key_values=past, max_new_tokens=1, do_sample=False, streamer=clock)
+        return clock
+
+    return turn
 
 
 @torch.no_grad()

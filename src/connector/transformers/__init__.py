@@ -12,6 +12,8 @@ from connector.transformers.generator import (
     PrefixCachedGenerator,
     Tokenizer,
 )
+from connector.transformers.held import Past
+from connector.transformers.host_prefix_cache import HostPrefixCache
 from connector.transformers.paged import groups_of
 from connector.transformers.past import ModelPast
 from connector.transformers.prompts import PromptRefused
@@ -19,7 +21,9 @@ from connector.transformers.prompts import PromptRefused
 __all__ = [
     "ByteTokenizer",
     "Generation",
+    "HostPrefixCache",
     "ModelPast",
+    "Past",
     "PrefixCachedGenerator",
     "PromptRefused",
     "Tokenizer",

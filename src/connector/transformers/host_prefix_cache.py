@@ -1,0 +1,357 @@
+"""Host memory as the prefix cache of `model.generate`: a `past_key_values` that begins where earlier prompts ended.
+
+    past      a prompt's longest known beginning is brought into device blocks and copied into a transformers' cache.
+              Where the model has windows or states, the prompt is computed up to the boundaries at which they are to be
+              kept, because they are not known later
+    generate  anything that takes `past_key_values`: beams, streamers, processors are transformers' own
+    end       what has been computed of the prompt is copied into device blocks under the keys of its tokens; what these
+              held goes to host memory
+
+Device blocks are held while something is copied, not while a model computes. They keep what was used last.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from connector.transformers.changes import Weights
+from connector.transformers.checkpoints import PastCheckpoints
+from connector.transformers.continuing import Continuation, check_continues
+from connector.transformers.forward import ForwardPass
+from connector.transformers.held import Past
+from connector.transformers.identity import longest, named, weights_revision
+from connector.transformers.paged import PagedKV, block_bytes, groups_of
+from connector.transformers.past import ModelPast
+from connector.transformers.placement import Placement
+from connector.transformers.prompts import PromptRefused, placeholders
+from connector.transformers.steps import copy_all, take_in
+from connector.transformers.versions import warn_if_untested
+from connector.transformers.whole_numbers import check_whole, num_bytes
+from cpu_prefix_cache import (
+    ChainHasher,
+    CopierWrapper,
+    FileTier,
+    Hit,
+    HostCache,
+    HostStatistics,
+    MisuseError,
+    Pending,
+    SharedTier,
+)
+from cpu_prefix_cache.deciding import HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, new_pool
+
+# So few tokens take hardly longer in one forward pass than in each of two. With two, after 2,048 known tokens and 32
+# new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.8 to 1.9 times as long to the first token.
+PUT_OFF_TOKENS = 32
+CHECKPOINTS = 4  # of windows and states that device blocks have room for beside a prompt
+SHARE_OF_HOST = 4  # device blocks take at most one part in so many of host memory, where nothing else is given
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt between `past` and its end. `resets` are those of the cache when it began."""
+
+    id: str
+    tokens: list[int]
+    keys: list[bytes]
+    resets: int
+    computed: int = 0  # tokens that have been in device blocks
+    put_off: list[int] = field(default_factory=list)  # boundaries that are computed to at its end
+
+
+class HostPrefixCache:
+    """Prefixes of prompts of one model, kept in host memory.
+
+        cache = HostPrefixCache(model, host_bytes="8GiB")
+        with cache.past(input_ids) as past:
+            model.generate(input_ids, past_key_values=past, max_new_tokens=64)
+
+    host_bytes            host memory, in bytes or as a text: "2GiB"
+    device_bytes          memory of the model's device for the blocks that pass through it; a prompt that is longer is
+                          computed anew each time. Default: the longest prompt's, at most a quarter of `host_bytes`
+    offload, policy       lazy or eager; one of cpu_prefix_cache.POLICIES
+    max_model_len         the most tokens of a prompt; needed for models without one, like Mamba
+    checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
+    below                 a tier for what the host cannot hold (docs/tiers.md)
+    wrap_copier           for tests: see HostCache
+
+    Several pasts may be open, in any threads. `close` it, or use it in a `with`.
+
+    Raises ConfigurationError with a message that names the remedy.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        host_bytes: int | str,
+        device_bytes: int | str | None = None,
+        offload: str = "lazy",
+        policy: str = "lru",
+        block_tokens: int = 16,
+        max_model_len: int | None = None,
+        checkpoint_interval: int | None = None,
+        below: FileTier | SharedTier | None = None,
+        wrap_copier: CopierWrapper | None = None,
+    ) -> None:
+        check_whole(block_tokens=block_tokens, max_model_len=max_model_len, checkpoint_interval=checkpoint_interval)
+        warn_if_untested()
+        self.model = model.eval()
+        self.max_model_len = longest(model, max_model_len)
+        self._past = ModelPast(model)
+        self._continuation = check_continues(model, self._past, self.max_model_len)
+        host = num_bytes("host_bytes", host_bytes)
+        device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
+        blocks = _device_blocks(self._past, block_tokens, self.max_model_len, host, device)
+        self._kv = PagedKV(self._past, blocks, block_tokens, model.device)
+        self.planner = HybridChunkPlanner(self._kv.groups, max_model_len=self.max_model_len)
+        self._pool = new_pool(self.planner, blocks, on_device=True)
+        self._coordinator = KVCacheCoordinator(self.planner, self._pool, on_device=True)
+        self._checkpoints = PastCheckpoints(self._past, self._kv, self._coordinator)
+        self._forward = ForwardPass(model)
+        self._placeholders = placeholders(model.config.to_dict())
+        self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
+        self._interval = checkpoint_interval
+        tier = None if below is None else named(below, model)
+        self._revisions = {tier and tier.revision}  # of the weights, that were named so far
+        self._shares = isinstance(tier, SharedTier)
+        self._host = HostCache(
+            PooledDevice(self._pool, hands_out_first=True),
+            self._kv.layout,
+            host_bytes=host,
+            max_model_len=self.max_model_len,
+            max_step_tokens=min(self.max_model_len, blocks * block_tokens),
+            offload=offload,
+            policy=policy,
+            checkpoint_interval=checkpoint_interval,
+            wrap_copier=wrap_copier,
+            below=tier,
+        )
+        self._host.prepare()
+        take_in(self._host)
+        self._lock = threading.RLock()
+        self._weights = Weights(model, self.reset)
+        self._resets = self._served = 0
+        self._is_closed = False
+
+    @contextmanager
+    def past(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Past]:
+        """`past_key_values` with the longest known beginning of a prompt, token ids [tokens] or [1, tokens].
+
+        What the model computes of the prompt inside the `with` is kept at its end, unless it ends by an exception.
+
+        Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`.
+        """
+        tokens = self._read(input_ids)
+        with self._lock, torch.no_grad():
+            self._check_open()
+            self._weights.follow()
+            prompt, past = self._begin(tokens)
+        is_kept = False
+        try:
+            yield past
+            is_kept = True
+        finally:
+            with self._lock, torch.no_grad():
+                self._end(prompt, past if is_kept else None)
+
+    def statistics(self) -> HostStatistics:
+        return self._host.statistics()
+
+    def reset(self) -> None:
+        """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
+        with self._lock:
+            self._check_open()
+            revision = self._new_revision() if self._shares else None
+            self._pool.reset()
+            self._resets += 1
+            self._weights = Weights(self.model, self.reset)
+            self._host.reset(revision)
+
+    def forget_device(self) -> None:
+        """Empty the device's blocks. What host memory has stays."""
+        with self._lock:
+            self._check_open()
+            self._pool.reset()
+            self._resets += 1
+
+    def close(self) -> None:
+        """Write to the tier what only the host has, and give the memory back. May be called again."""
+        with self._lock:
+            self._host.close()
+            self._kv.release()
+            self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # A prompt begins
+
+    def _read(self, input_ids: torch.Tensor | Sequence[int]) -> list[int]:
+        ids = torch.as_tensor(input_ids)
+        if ids.dim() == 2 and len(ids) == 1:
+            ids = ids[0]
+        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+            raise PromptRefused(f"a past is of one prompt, token ids [tokens] or [1, tokens]; got {list(ids.shape)}")
+        tokens: list[int] = ids.tolist()
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {vocabulary - 1}")
+        if found := self._placeholders.keys() & set(tokens):
+            names = ", ".join(sorted(self._placeholders[token] for token in found))
+            raise PromptRefused(f"the prompt has tokens that stand for other input ({names}): its ids are not its key")
+        if len(tokens) > self.max_model_len:
+            raise PromptRefused(f"a prompt of {len(tokens)} tokens is longer than the model's {self.max_model_len}")
+        return tokens
+
+    def _begin(self, tokens: list[int]) -> tuple[_Prompt, Past]:
+        self._served += 1
+        prompt = _Prompt(f"prompt-{self._served}", tokens, self._hasher.keys(tokens), self._resets)
+        with ExitStack() as stack:
+            stack.callback(copy_all, self._host)
+            place = stack.enter_context(Placement(self._pool, self._coordinator, prompt.keys, len(tokens)))
+            on_device = place.length
+            self._load(prompt, place)
+            prompt.computed = place.length
+            past = self._filled(place)
+            boundaries = self._boundaries(prompt, place.length)
+            if self._continuation is Continuation.TOKENS:
+                self._compute_all_but_one(past, prompt, place, boundaries)
+            elif len(prompt.tokens) - place.length <= PUT_OFF_TOKENS:
+                prompt.put_off = boundaries
+            else:
+                self._compute_to(past, prompt, place, boundaries)
+            past.hand_out(place.length, on_device)
+        return prompt, past
+
+    def _load(self, prompt: _Prompt, place: Placement) -> None:
+        """Load what the host has beyond the device's. Where that fails, it is computed later."""
+        n0 = place.length
+        ask = partial(
+            self._host.start,
+            prompt.id,
+            prompt.keys,
+            num_tokens=len(prompt.tokens),
+            on_device=n0,
+            allocate=partial(place.room, self._checkpoints),
+        )
+        while isinstance(answer := ask(), Pending):
+            copy_all(self._host)
+        if isinstance(answer, Hit):
+            place.loaded(dict(copy_all(self._host))[prompt.id], answer.boundary, self._checkpoints)
+
+    def _filled(self, place: Placement) -> Past:
+        """A past with the tokens that a placement has."""
+        past = Past(self.model.config, self._past, self._kv, self.planner.grid_tokens)
+        if place.length:
+            if self._past.full.num_bytes:
+                past.read(place.blocks())
+            self._checkpoints.restore(past, place.resume_node(), place.length)
+        return past
+
+    def _boundaries(self, prompt: _Prompt, length: int) -> list[int]:
+        """Where checkpoints of a prompt are to be kept behind `length` tokens; none in a model of full attention."""
+        kept = set(self._host.boundaries(prompt.id))
+        if self.planner.has_checkpoints:
+            wanted = self._coordinator.wanted_checkpoints(prompt.keys, length, len(prompt.tokens), self._interval)
+            kept.update(depth * self.planner.grid_tokens for depth in wanted)
+        return sorted(each for each in kept if length < each < len(prompt.tokens))
+
+    def _compute_to(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
+        """Compute the prompt up to each of these boundaries, and keep what is there."""
+        begin = place.length
+        for end in boundaries:
+            self._compute(past, prompt.tokens[begin:end], begin)
+            self._keep(past, place, end)
+            self._report(prompt, end)
+            begin = end
+
+    def _compute_all_but_one(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
+        """The same, for a model that takes several tokens only from position 0, and then one by one up to the last."""
+        begin = place.length
+        if not begin and len(prompt.tokens) > 1:
+            begin = max(boundaries, default=1)
+            self._compute(past, prompt.tokens[:begin], 0)
+        for end in range(begin, len(prompt.tokens)):
+            if end > begin:
+                self._compute(past, prompt.tokens[end - 1 : end], end - 1)
+            if end in boundaries:
+                self._keep(past, place, end)
+                self._report(prompt, end)
+
+    def _compute(self, past: Past, tokens: Sequence[int], begin: int) -> None:
+        self._forward(torch.tensor([tokens], device=self.model.device), [begin], past, last=1)
+
+    # What has been computed
+
+    def _keep(self, past: Past, place: Placement, end: int) -> None:
+        """Put the first `end` tokens into the device's blocks, and a checkpoint if the past ends there."""
+        try:
+            place.grow(end)
+        except PoolExhausted:  # the prompt is longer than the device's blocks
+            return
+        copy_all(self._host)  # what the new blocks held is stored before it is overwritten
+        new, first = place.allocated()
+        if new and self._past.full.num_bytes:
+            past.write(new, first)
+        place.commit(end)
+        if past.get_seq_length() == end and self._checkpoints.are_needed(end):
+            place.take_checkpoint(self._checkpoints, past, end)
+
+    def _report(self, prompt: _Prompt, tokens: int) -> None:
+        prompt.computed = tokens
+        self._host.end_step({prompt.id: tokens})
+
+    def _end(self, prompt: _Prompt, past: Past | None) -> None:
+        if self._is_closed:
+            return
+        try:
+            if past is not None and prompt.resets == self._resets:
+                self._keep_all(prompt, past)
+        finally:
+            self._host.end(prompt.id, prompt.computed)
+            copy_all(self._host)
+
+    def _keep_all(self, prompt: _Prompt, past: Past) -> None:
+        computed = min(past.get_seq_length(), len(prompt.tokens))
+        full = computed - computed % self.planner.grid_tokens
+        with Placement(self._pool, self._coordinator, prompt.keys, full + 1) as place:
+            self._keep(past, place, full)
+        boundaries = [each for each in prompt.put_off if each <= full]
+        if boundaries:
+            with Placement(self._pool, self._coordinator, prompt.keys, boundaries[0]) as place:
+                self._compute_to(self._filled(place), prompt, place, boundaries)
+        self._report(prompt, full)
+
+    def _new_revision(self) -> str | None:
+        """The revision of the weights now. None if it was named before: nothing stored until now is found under it."""
+        revision = weights_revision(self.model)
+        if revision in self._revisions:
+            return None
+        self._revisions.add(revision)
+        return revision
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise MisuseError("the cache is closed: make another one")
+
+
+def _device_blocks(past: ModelPast, block_tokens: int, max_model_len: int, host: int, device: int | None) -> int:
+    """How many blocks of the device `device` bytes are; None: those of the longest prompt, in bounds."""
+    planner = HybridChunkPlanner(groups_of(past, block_tokens), max_model_len=max_model_len)
+    chunks = -(-max_model_len // block_tokens)
+    checkpoint = sum(planner.pieces[at.group].device_blocks for at in planner.checkpoint(chunks))
+    longest_prompt = chunks * planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
+    if device is None:
+        least = planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
+        return max(least, min(longest_prompt, host // SHARE_OF_HOST // block_bytes(past, block_tokens)))
+    return device // block_bytes(past, block_tokens)

@@ -1,0 +1,333 @@
+"""A prompt's past from host memory, continued by `model.generate` itself, beside `generate` without it.
+
+Logits of every step are equal within 1e-4 of their deviation, tokens are equal. In the controls one block of a group is
+zeroed while it is loaded, and the comparison fails.
+"""
+
+import threading
+from functools import cache
+from math import ceil
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefused
+from connector.transformers.paged import block_bytes, groups_of
+from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, MisuseError
+from cpu_prefix_cache.testing import CorruptingCopier
+from random_models import FAMILIES, build_family
+from tests.connector.running import error
+from tests.connector.serving import BLOCK, document, last_boundary
+
+TOLERANCE = 1e-4
+LONGEST = 140
+LENGTHS = (15, 16, 17, 33, 48, 49, 64, 81, 112, 113)
+NEW_TOKENS = 4
+SEEN = 7  # of 8 damaged prompts
+GREEDY = dict(do_sample=False, max_new_tokens=NEW_TOKENS)
+
+families = pytest.mark.parametrize("family", FAMILIES)
+modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
+
+
+@cache
+def model(family):
+    torch.set_num_threads(1)
+    return build_family(family, hidden=32, layers=2, window=32)
+
+
+def cache_of(family, mode="lazy", wrap_copier=None, blocks=None, **options):
+    """A cache whose device holds two prompts and some checkpoints."""
+    size = block_bytes(ModelPast(model(family)), BLOCK)
+    made = HostPrefixCache(model(family), host_bytes=1 << 23, max_model_len=8 * LONGEST)
+    checkpoint = max(made.planner.checkpoint_blocks(depth) for depth in range(1, 20))
+    made.close()
+    blocks = blocks or 2 * ceil(LONGEST / BLOCK) + 4 * checkpoint
+    return HostPrefixCache(
+        model(family),
+        host_bytes=1 << 23,
+        device_bytes=blocks * size,
+        offload=mode,
+        max_model_len=8 * LONGEST,
+        wrap_copier=wrap_copier,
+        **options,
+    )
+
+
+def row(tokens):
+    return torch.tensor([tokens])
+
+
+def generated(family, tokens, **options):
+    options = dict(return_dict_in_generate=True, output_logits=True) | GREEDY | options
+    return model(family).generate(row(tokens), **options)
+
+
+@cache
+def plain(family, tokens):
+    return generated(family, tokens)
+
+
+def asked(cache, family, tokens):
+    """A prompt answered with its past: that, how far the logits are off, and whether the tokens are equal."""
+    with cache.past(row(tokens)) as past:
+        ours = generated(family, tokens, past_key_values=past)
+    wanted = plain(family, tuple(tokens))
+    off = max(error(a, b) for a, b in zip(ours.logits, wanted.logits, strict=True))
+    return past, off, bool(torch.equal(ours.sequences, wanted.sequences))
+
+
+def asked_right(cache, family, tokens):
+    past, off, is_same = asked(cache, family, tokens)
+    assert off <= TOLERANCE and is_same
+    return past
+
+
+def evict_all(cache):
+    """Fill the device with other prompts."""
+    for seed in range(3):
+        with cache.past(document(9000 + seed, LONGEST - 13)) as past:
+            cache.model(row(document(9000 + seed, LONGEST - 13)[past.hit_tokens :]), past_key_values=past)
+
+
+def check_at_rest(cache):
+    cache._pool.check_valid()
+    cache._host.cache.check_valid()
+    for pool in (cache._pool, cache._host.cache.pool):
+        assert (pool.statistics().pinned, pool.statistics().writing) == (0, 0)
+    assert cache._host.cache.statistics().running == 0
+
+
+@families
+@modes
+def test_prompts_come_back_from_the_host_up_to_their_last_boundary(family, mode):
+    with cache_of(family, mode) as cache:
+        for length in LENGTHS:
+            assert asked_right(cache, family, document(length, length)).hit_tokens == 0
+        evict_all(cache)
+        for length in LENGTHS:
+            past = asked_right(cache, family, document(length, length))
+            assert past.hit_tokens == last_boundary(length)
+            assert past.hit_tokens > past.device_hit_tokens or length <= BLOCK
+        check_at_rest(cache)
+
+
+@families
+def test_prompts_on_the_device_need_no_load(family):
+    with cache_of(family) as cache:
+        asked_right(cache, family, document(1, 81))
+        past = asked_right(cache, family, document(1, 81))
+        assert past.device_hit_tokens == past.hit_tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("family", "group"),
+    [(family, group) for family in FAMILIES for group in range(len(groups_of(ModelPast(model(family)), BLOCK)))],
+)
+def test_a_damaged_block_of_each_group_shows(family, group):
+    with cache_of(family, wrap_copier=lambda *args: CorruptingCopier(*args, group=group, loads=None)) as cache:
+        prompts = [document(seed, 113) for seed in range(8)]
+        for prompt in prompts:
+            asked_right(cache, family, prompt)
+        evict_all(cache)
+        assert sum(asked(cache, family, prompt)[1] > TOLERANCE for prompt in prompts) >= SEEN
+
+
+# Other ways to generate
+
+ATTENTION = ("llama", "deepseek_v3", "gemma3")
+
+
+def hit_of(family, tokens):
+    """A cache that has a prompt on its host."""
+    cache = cache_of(family)
+    asked_right(cache, family, tokens)
+    evict_all(cache)
+    return cache
+
+
+def both_ways(cache, family, tokens, **options):
+    """Sequences with a hit of the host and without a cache, after the same seed."""
+    with cache.past(row(tokens)) as past:
+        assert past.hit_tokens == last_boundary(len(tokens)) > past.device_hit_tokens
+        torch.manual_seed(3)
+        ours = generated(family, tokens, past_key_values=past, **options)
+    torch.manual_seed(3)
+    return ours, generated(family, tokens, **options)
+
+
+WAYS = {
+    "sampled": dict(do_sample=True, temperature=1.3, top_k=40),
+    "three sampled answers": dict(do_sample=True, num_return_sequences=3),
+    "beams": dict(num_beams=3),
+    "all beams": dict(num_beams=4, num_return_sequences=4, length_penalty=0.5),
+}
+DRAFTS = dict(prompt_lookup_num_tokens=3, output_logits=False)
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("family", ATTENTION)
+def test_other_ways_to_generate_are_those_of_transformers(family, options):
+    prompt = document(1, 100)
+    with hit_of(family, prompt) as cache:
+        ours, wanted = both_ways(cache, family, prompt, **{"max_new_tokens": 12} | options)
+        assert torch.equal(ours.sequences, wanted.sequences)
+        asked_right(cache, family, prompt)  # what several answers leave is one prompt's
+        check_at_rest(cache)
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_a_damaged_past_shows_in_them(options):
+    prompt = document(1, 100)
+    with cache_of("llama", wrap_copier=lambda *args: CorruptingCopier(*args, loads=None)) as cache:
+        asked_right(cache, "llama", prompt)
+        evict_all(cache)
+        ours, wanted = both_ways(cache, "llama", prompt, **{"max_new_tokens": 12} | options)
+        assert ours.sequences.shape != wanted.sequences.shape or not torch.equal(ours.sequences, wanted.sequences)
+
+
+@pytest.mark.parametrize("family", ATTENTION)
+def test_drafts_are_checked_by_the_whole_prompt(family, caplog):
+    """transformers computes it behind the past that it is given, which would be there twice."""
+    prompt = document(1, 100)
+    with hit_of(family, prompt) as cache:
+        ours, wanted = both_ways(cache, family, prompt, max_new_tokens=12, **DRAFTS)
+        assert torch.equal(ours.sequences, wanted.sequences)
+        assert "computed anew" in caplog.text
+        asked_right(cache, family, prompt)
+        check_at_rest(cache)
+
+
+def test_a_past_that_stays_before_drafts_shows(monkeypatch):
+    monkeypatch.setattr(Past, "activate_past_recording", DynamicCache.activate_past_recording)
+    prompt = document(1, 100)
+    with hit_of("llama", prompt) as cache:
+        ours, wanted = both_ways(cache, "llama", prompt, max_new_tokens=12, **DRAFTS)
+        assert not torch.equal(ours.sequences, wanted.sequences)
+
+
+# What is kept
+
+
+def test_the_beginning_that_two_prompts_share_is_found_by_a_third():
+    with cache_of("gemma3") as cache:
+        for seed in (1, 2, 3):
+            past = asked_right(cache, "gemma3", [*document(7, 70), *document(seed, 20)])
+        assert past.hit_tokens == 64
+
+
+def test_several_pasts_are_open_at_once():
+    one, other = document(1, 90), document(2, 90)
+    with cache_of("qwen3_next") as cache:
+        with cache.past(row(one)) as first, cache.past(row(other)) as second:
+            answers = [
+                generated("qwen3_next", tokens, past_key_values=past)
+                for tokens, past in ((one, first), (other, second))
+            ]
+        for tokens, answer in zip((one, other), answers, strict=True):
+            assert error(answer.logits[-1], plain("qwen3_next", tuple(tokens)).logits[-1]) <= TOLERANCE
+            assert asked_right(cache, "qwen3_next", tokens).hit_tokens == 80
+        check_at_rest(cache)
+
+
+def test_threads_share_a_cache():
+    with cache_of("llama") as cache:
+        wrong = []
+
+        def serve(seed):
+            for length in (40, 90, 120):
+                prompt = document(seed % 3, length)
+                try:
+                    asked_right(cache, "llama", prompt)
+                except BaseException as error:
+                    wrong.append(error)
+
+        for seed in range(6):
+            plain("llama", tuple(document(seed % 3, 40)))
+        threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(6)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert not wrong
+        check_at_rest(cache)
+
+
+def interrupted(cache, prompt):
+    with cache.past(row(prompt)) as past:
+        generated("llama", prompt, past_key_values=past)
+        raise KeyboardInterrupt
+
+
+def test_a_block_that_ends_by_an_exception_keeps_nothing():
+    prompt = document(1, 90)
+    with cache_of("llama") as cache:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(cache, prompt)
+        assert asked_right(cache, "llama", prompt).hit_tokens == 0
+        check_at_rest(cache)
+
+
+def test_a_past_that_nobody_used_keeps_nothing():
+    with cache_of("llama") as cache:
+        with cache.past(document(1, 90)) as past:
+            assert past.get_seq_length() == 0
+        assert asked_right(cache, "llama", document(1, 90)).hit_tokens == 0
+
+
+def test_other_weights_find_nothing(caplog):
+    prompt = document(1, 90)
+    changed = build_family("llama", hidden=32, layers=2, window=32)
+    with HostPrefixCache(changed, host_bytes="8MiB", max_model_len=512) as cache:
+        for hit in (0, 80):
+            with cache.past(prompt) as past:
+                changed.generate(row(prompt), past_key_values=past, **GREEDY)
+            assert past.hit_tokens == hit
+        with torch.no_grad():
+            next(changed.parameters()).mul_(1.01)
+        with cache.past(prompt) as past:
+            assert past.hit_tokens == 0
+        assert "other weights" in caplog.text
+
+
+def test_tokens_computed_across_a_reset_are_not_kept():
+    prompt = document(1, 90)
+    with cache_of("llama") as cache:
+        with cache.past(row(prompt)) as past:
+            generated("llama", prompt, past_key_values=past)
+            cache.reset()
+        assert asked_right(cache, "llama", prompt).hit_tokens == 0
+        check_at_rest(cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prompt_longer_than_the_device_is_computed(family):
+    with cache_of(family, blocks=20) as cache:
+        for _ in range(2):
+            assert asked_right(cache, family, document(1, 600)).hit_tokens == 0
+        check_at_rest(cache)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[1, 2], [3, 4]], [0.5, 1.0], [-1, 3], [10**6], [True, False], list(range(9)) * 200]
+)
+def test_other_than_one_prompt_of_the_model_is_refused(prompt):
+    with cache_of("llama") as cache, pytest.raises(PromptRefused), cache.past(prompt):
+        pass
+
+
+def test_a_closed_cache_has_no_past():
+    cache = cache_of("llama")
+    cache.close()
+    cache.close()
+    with pytest.raises(MisuseError, match="closed"), cache.past([1, 2, 3]):
+        pass
+
+
+def test_no_host_memory_is_refused():
+    with pytest.raises(ConfigurationError):
+        HostPrefixCache(model("llama"), host_bytes=0)
