@@ -14,12 +14,14 @@ from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.eviction import survival
 from cpu_prefix_cache.eviction.adaptive import Adaptive
 from cpu_prefix_cache.eviction.buckets import Buckets
+from cpu_prefix_cache.eviction.kinds import HINTED
 from cpu_prefix_cache.eviction.levels import STEP, Levels
-from cpu_prefix_cache.eviction.survival import BINS, EDGES, WIDTHS, worths
+from cpu_prefix_cache.eviction.survival import BINS, EDGES, PRIOR_SECONDS, WIDTHS, expected_reuses, worths
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from property_tests.strategies import chain, prompts
 
+hints = st.none() | st.just(inf) | st.floats(0, 1e6)
 rates = st.floats(-14, 2).map(lambda power: 10.0**power)
 
 
@@ -55,9 +57,14 @@ def test_a_segment_is_what_the_same_requests_used(story: list[str]) -> None:
 
 
 @settings(max_examples=200)
-@given(story=st.lists(st.tuples(st.sampled_from("axk"), st.integers(1, 4), st.floats(0, 400)), min_size=1, max_size=25))
-def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int, float]]) -> None:
-    """Conversations that grow, each prompt all of the last one and some more: so nothing is ever cut.
+@given(
+    story=st.lists(
+        st.tuples(st.sampled_from("axk"), st.integers(1, 4), st.floats(0, 400), hints), min_size=1, max_size=25
+    )
+)
+def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int, float, float | None]]) -> None:
+    """Conversations that grow, each prompt all of the last one and some more: so nothing is ever cut. With hints or
+    without.
 
     The time of a use is taken from the policy, which lets requests of one second share it.
     """
@@ -65,11 +72,11 @@ def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int,
         pool, now = BlockPool(200, "adaptive"), 0.0
         policy: Adaptive = pool._policy
         history: dict[object, list[tuple[float, int]]] = {}  # of a segment: when it was used, and its class then
-        for who, more, pause in story:
+        for who, more, pause, next_use in story:
             now += pause
             grown = max((len(name) for name in history if name[0] == who), default=0)
             prompt = who * (grown + (more if more < 3 or not grown else 0))
-            use(pool, prompt, now)
+            use(pool, prompt, now, next_use)
             for end in range(1, len(prompt) + 1):
                 segment = policy._mark[pool.find(prompt[:end].encode())]
                 history.setdefault(prompt[:end], []).append((segment.use.at, segment.kind))
@@ -88,6 +95,41 @@ def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int,
         assert known.reuses == reuses
         so_far = [spent + inside * now for spent, inside in zip(known.seconds, known.inside, strict=True)]
         assert so_far == pytest.approx(seconds, abs=1e-6)
+
+
+@settings(max_examples=300)
+@given(story=st.lists(st.tuples(prompts, st.floats(0, 400), hints), min_size=1, max_size=15))
+def test_a_hint_is_the_class_of_what_one_prompt_alone_goes_on_with(
+    story: list[tuple[str, float, float | None]],
+) -> None:
+    """Beside a pool without hints, where everything stays: whatever else a prompt has is of the same class in both. The
+    next prompts decide what it has alone, which is known only of chunks that two prompts continue differently.
+    """
+    hinted, plain = BlockPool(100, "adaptive"), BlockPool(100, "adaptive")
+    now = 0.0
+    for at, (prompt, pause, next_use) in enumerate(story):
+        now += pause
+        use(hinted, prompt, now, next_use)
+        use(plain, prompt, now)
+        hinted.check_valid()
+        before = [each for each, *_ in story[: at + 1]]
+        for name in (prompt[:end] for end in range(1, len(prompt) + 1)):
+            kind, without = (pool._policy._mark[pool.find(name.encode())].kind for pool in (hinted, plain))
+            after = {each[len(name)] for each in before if each.startswith(name) and len(each) > len(name)}
+            if next_use is None or len(after) > 1:
+                assert kind == without
+            elif len(after) == 0:
+                assert HINTED[kind] == (BINS if next_use == inf else bin_of(min(next_use, EDGES[-1] - 1)))
+
+
+@given(sooner=st.integers(0, BINS), later=st.integers(0, BINS))
+def test_a_class_begins_with_the_worth_of_its_hint(sooner: int, later: int) -> None:
+    """The sooner it is expected, the more it is worth at first; and what is expected in a bin is worth most there."""
+    early, late = (
+        worths([n / s for n, s in zip(expected_reuses(bin), PRIOR_SECONDS, strict=True)]) for bin in (sooner, later)
+    )
+    assert sooner > later or early[0] >= late[0] * (1 - 1e-9)
+    assert later == BINS or late[later] >= max(late[later + 1 :], default=0.0)
 
 
 def bin_of(age: float) -> int:
@@ -222,9 +264,9 @@ def stores(pool: BlockPool, chance: random.Random, keys: list[bytes], has_checkp
     pool.unpin(pin)
 
 
-def use(pool: BlockPool, prompt: str, now: float) -> None:
+def use(pool: BlockPool, prompt: str, now: float, next_use: float | None = None) -> None:
     keys = chain(prompt)
     have = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[have - 1]) if have else None
-    touch = pool.touch(deepest, keys, now)
+    touch = pool.touch(deepest, keys, now, next_use=next_use)
     pool.commit(pool.allocate(len(keys) - have), keys[have:], pool.root if deepest is None else deepest, touch)

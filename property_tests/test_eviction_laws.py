@@ -1,5 +1,7 @@
 """Laws of eviction that a machine of single steps does not state: batches, and the lists of ghosts."""
 
+from itertools import cycle
+from math import inf
 from unittest import mock
 
 from hypothesis import example, given, settings
@@ -17,17 +19,20 @@ NAMED = "named"  # a request that gives its keys to the policy
 UNNAMED = "unnamed"  # one that does not
 WITHDRAWN = "withdrawn"  # bad bytes
 requests = st.lists(st.tuples(prompts, st.sampled_from([NAMED, UNNAMED, WITHDRAWN])), min_size=4, max_size=25)
+hints = st.sampled_from([None, 0.0, 3.0, 30.0, 1e9, inf])
 
 
 @settings(max_examples=400)
 @example(  # two chunks become childless one after the other, and had the same place in the order
     policy="adaptive",
     blocks=9,
+    next_uses=[None],
     story=[(prompt, UNNAMED) for prompt in ("a", "bbaaaa", "bbbaa", "aaaaa", "abaaa", "b", "aa", "ba")],
 )
 @example(  # of the ghosts that come back with the last prompt, one finds room, and others do not
     policy="arc",
     blocks=7,
+    next_uses=[None],
     story=[
         *[(prompt, NAMED) for prompt in ("b", "aa", "aba", "b", "bba", "aa")],
         ("aab", WITHDRAWN),
@@ -37,18 +42,35 @@ requests = st.lists(st.tuples(prompts, st.sampled_from([NAMED, UNNAMED, WITHDRAW
         ("abaa", NAMED),
     ],
 )
-@given(policy=st.sampled_from([*sorted(POLICIES), "adaptive@2"]), blocks=st.integers(6, 9), story=requests)
-def test_a_batch_of_n_is_n_singles(policy: str, blocks: int, story: list[tuple[str, str]]) -> None:
+@given(
+    policy=st.sampled_from([*sorted(POLICIES), "adaptive@2"]),
+    blocks=st.integers(6, 9),
+    next_uses=st.lists(hints, min_size=1, max_size=6),
+    story=requests,
+)
+def test_a_batch_of_n_is_n_singles(
+    policy: str, blocks: int, next_uses: list[float | None], story: list[tuple[str, str]]
+) -> None:
     """Whether a request allocates its chunks together or one by one: the same ones leave, in the same order."""
     batch, singles = BlockPool(blocks, policy), BlockPool(blocks, policy)
-    for now, (prompt, how) in enumerate(story):
+    for now, ((prompt, how), next_use) in enumerate(zip(story, cycle(next_uses), strict=False)):
         for pool, width in ((batch, len(prompt)), (singles, 1)):
             if how == WITHDRAWN:
                 withdraw(pool, prompt)
             else:
-                put(pool, prompt, width, how == NAMED, float(now))
+                put(pool, prompt, width, how == NAMED, float(now), next_use)
             pool.check_valid()
         assert order(batch) == order(singles)
+
+
+@settings(max_examples=300)
+@given(policy=st.sampled_from(["lru", "arc"]), story=st.lists(st.tuples(prompts, hints), min_size=4, max_size=20))
+def test_a_policy_that_learns_nothing_takes_no_hint(policy: str, story: list[tuple[str, float | None]]) -> None:
+    hinted, plain = BlockPool(7, policy), BlockPool(7, policy)
+    for now, (prompt, next_use) in enumerate(story):
+        put(hinted, prompt, len(prompt), True, float(now), next_use)
+        put(plain, prompt, len(prompt), True, float(now))
+        assert order(hinted) == order(plain)
 
 
 @given(stamps=st.lists(st.integers(1, 9), max_size=12), stamp=st.integers(1, 9))
@@ -71,11 +93,11 @@ def withdraw(pool: BlockPool, prompt: str) -> None:
         pool.withdraw(node)
 
 
-def put(pool: BlockPool, prompt: str, width: int, is_named: bool, now: float) -> None:
+def put(pool: BlockPool, prompt: str, width: int, is_named: bool, now: float, next_use: float | None = None) -> None:
     keys = chain(prompt)
     have = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[have - 1]) if have else None
-    touch = pool.touch(deepest, keys, now)
+    touch = pool.touch(deepest, keys, now, next_use=next_use)
     pin = pool.pin() if deepest is None else pool.pin(deepest)
     blocks = []
     for at in range(have, len(keys), width):

@@ -40,13 +40,13 @@ class Shelf:
         self.pool = BlockPool(chunks * blocks_per_chunk, policy, blocks_per_chunk=blocks_per_chunk)
         self.now = 0.0
 
-    def put(self, prompt: str, after: float = 1.0) -> None:
+    def put(self, prompt: str, after: float = 1.0, next_use: float | None = None) -> None:
         """A request uses what is here of its prompt, and stores of the rest what the policy wants."""
         keys = chain(prompt)
         self.now += after
         have = self.pool.resident_run(keys, 0, len(keys))
         deepest = self.pool.find(keys[have - 1]) if have else None
-        touch = self.pool.touch(deepest, keys, self.now)
+        touch = self.pool.touch(deepest, keys, self.now, next_use=next_use)
         hold = None if deepest is None else self.pool.pin(deepest)
         parent = self.pool.root if deepest is None else deepest
         new = keys[have : have + self.pool.choose(parent, keys[have:]).accepted]
@@ -120,9 +120,10 @@ class Engine:
     def asks(self, prompt: str, n0: int = 0, extra: int = 1) -> Answer:
         return self.cache.lookup(Request("asks", chain(prompt), len(prompt) * GRID + extra), n0, self.now)
 
-    def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True) -> int | None:
+    def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True, next_use: Any = None) -> int | None:
         """Admit a request with what the device has of it; load what the host has beyond. The id of the load."""
-        request = self.requests[id] = Request(id, chain(prompt), len(prompt) * GRID + extra)
+        request = Request(id, chain(prompt), len(prompt) * GRID + extra, next_use=next_use)
+        self.requests[id] = request
         matched = min(self.gpu.resident_run(request.keys, 0, len(prompt)), (request.num_tokens - 1) // GRID)
         deepest = self.gpu.find(request.keys[matched - 1]) if matched else None
         if deepest is not None:

@@ -29,7 +29,7 @@ from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Request
 from cpu_prefix_cache.messages.sizes import parse_bytes
-from cpu_prefix_cache.messages.stats import CacheStatistics, PoolStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics, HintStatistics, PoolStatistics
 from cpu_prefix_cache.model.codec import CODECS, RAW, Codec, codec_of
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -72,6 +72,7 @@ __all__ = [
     "Forgetting",
     "Group",
     "GroupCopy",
+    "HintStatistics",
     "HybridChunkPlanner",
     "InternalError",
     "KVCacheCoordinator",

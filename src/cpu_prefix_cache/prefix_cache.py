@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.next_use import NextUses
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
@@ -134,6 +135,7 @@ class CPUPrefixCache:
         self.edge = Edge(stores, when, rates, running=self._running)
         self._is_full = False  # in this step a load had no room beside others
         self._hit_tokens = self._union_misses = 0
+        self._next_uses = NextUses()
         self._work = 0
 
     @property
@@ -278,7 +280,8 @@ class CPUPrefixCache:
             )
             self._union_misses += self._is_union_miss(request, end)
         self.pool.missed(request.keys, resumed)
-        touch = self.pool.touch(deepest, request.keys, now, request.num_tokens)
+        next_use = self._next_uses.read(request.next_use)
+        touch = self.pool.touch(deepest, request.keys, now, request.num_tokens, next_use)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._hit_tokens += end - n0
         self.edge.offload.used(request.keys, self.planner.full_chunks(n0))
@@ -403,6 +406,7 @@ class CPUPrefixCache:
             work=self._work,
             hit_tokens=self._hit_tokens,
             union_misses=self._union_misses,
+            hints=self._next_uses.statistics(),
         )
 
     def take_events(self) -> list[BoundaryEvent]:

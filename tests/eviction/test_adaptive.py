@@ -302,7 +302,7 @@ def test_both_parts_of_a_cut_segment_have_been_in_its_bin_since_it_came_there():
 
 
 def test_reuses_of_long_ago_count_less():
-    survival = Survival([(0,)])
+    survival = Survival([(0,)], {})
     survival.begin(0)
     survival.reuses[0] = 8.0
     survival.begin_round(HALF_LIFE_REQUESTS)
@@ -368,3 +368,37 @@ def test_a_chunk_of_no_use_that_left_first_is_not_taken_again():
     accepted, victims = pool.choose(pool.root, chain("cd"))
     assert (accepted, len(victims)) == (2, 2)
     assert len(pool.take(2, chain("cd"), victims=victims)) == 2
+
+
+FIRST_LESSONS, PAUSES = 300, {"a": (10.0, 20.0), "b": (60.0, 120.0), "c": None}
+RIGHT, OPPOSITE = {"a": 15.0, "b": 90.0, "c": inf}, {"a": inf, "b": 1.0, "c": 15.0}
+WRONG = {"a": inf, "b": inf, "c": 15.0}  # about whether there is a next use
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "adaptive@8"])
+def test_hints_distinguish_what_looks_alike(policy):
+    """Conversations that go on soon, late or never, in a cache for a third of them. Right hints bring hits, also with
+    a quarter of wrong ones. Hints that are the opposite of what happens are corrected: they still distinguish.
+    """
+    chance = random.Random(5)
+    none = hits_of_sorts(policy, lambda sort: None)
+    assert hits_of_sorts(policy, RIGHT.get) > 1.2 * none
+    assert hits_of_sorts(policy, lambda sort: (RIGHT if chance.random() < 0.75 else WRONG)[sort]) > 1.1 * none
+    assert hits_of_sorts(policy, OPPOSITE.get) > 1.1 * none
+
+
+def hits_of_sorts(policy, hint):
+    shelf = Shelf(16, policy=policy)
+    chance = random.Random(3)
+    hits = 0
+    queue = [(float(number), number, chance.choice("abc"), 2) for number in range(20)]
+    for at in range(1_500):
+        now, who, sort, length = heapq.heappop(queue)
+        prompt = chr(1000 + who) * length
+        hits += at > FIRST_LESSONS and shelf.pool.resident_run(chain(prompt), 0, length)
+        shelf.put(prompt, after=now - shelf.now, next_use=hint(sort))
+        if PAUSES[sort] is None or length == 6:
+            heapq.heappush(queue, (now + 5.0, 20 + at, chance.choice("abc"), 2))
+        else:
+            heapq.heappush(queue, (now + chance.uniform(*PAUSES[sort]), who, sort, length + 1))
+    return hits

@@ -91,6 +91,17 @@ def test_a_policy_of_an_older_contract_is_refused(installed):
     assert policy_of("both") is DeclinesInBoth
 
 
+class TakesNoHint(KeepsFirst):
+    def admitted(self, deepest, keys, now):
+        return super().admitted(deepest, keys, now)
+
+
+def test_a_policy_that_takes_no_hint_is_refused(installed):
+    installed(old=f"{__name__}:TakesNoHint")
+    with pytest.raises(ConfigurationError, match="policy old names, takes no `next_use` in `admitted`: add the"):
+        BlockPool(3, "old")
+
+
 def test_an_unknown_name_is_refused_with_those_installed(installed):
     installed(keeps_first=EXAMPLE)
     with pytest.raises(ConfigurationError, match=r"one of adaptive, arc, lru, keeps_first; got 'mru'.*entry points of"):

@@ -1,8 +1,11 @@
-"""The kind of use that each segment of a prompt gets: (turn, role, gap), worked by hand."""
+"""The kind of use that each segment of a prompt gets: (turn, role, gap), or its hint, worked by hand."""
+
+from math import inf
 
 import pytest
 
-from cpu_prefix_cache.eviction.kinds import CONTINUES, DOCUMENT, FEATURES, PASSED
+from cpu_prefix_cache.eviction.kinds import CONTINUES, DOCUMENT, FEATURES, HINTED, PASSED
+from cpu_prefix_cache.eviction.survival import BINS
 from tests.story import Shelf, chain
 
 SHARED_BY_TWO, SECOND_TIME = 2, 6
@@ -14,10 +17,10 @@ def shelf():
 
 
 def kinds(shelf, prompt):
-    """Segments of a prompt, in order: their last chunk, and their kind."""
+    """Segments of a prompt, in order: their last chunk, and their kind: if hinted, the bin."""
     marks = shelf.pool._policy._mark
     segments = dict.fromkeys(marks[shelf.pool.find(key)] for key in chain(prompt))
-    return {segment.last.decode()[-1]: FEATURES[segment.kind] for segment in segments}
+    return {segment.last.decode()[-1]: HINTED.get(segment.kind, FEATURES[segment.kind]) for segment in segments}
 
 
 def test_a_first_prompt(shelf):
@@ -87,3 +90,26 @@ def test_a_prompt_that_comes_often_changes_its_class_at_the_3rd_the_5th_and_the_
         shelf.put("ab", after=9.0)
         classes.append(kinds(shelf, "ab")["b"][1])
     assert classes == [CONTINUES, SECOND_TIME, *[7] * 2, *[8] * 6, *[9] * 2]
+
+
+def test_a_hint_is_the_kind_of_all_that_a_conversation_had_alone(shelf):
+    """The last hint counts, and a turn without one has a kind as ever."""
+    shelf.put("ab", next_use=40.0)
+    assert kinds(shelf, "ab") == {"b": 3}
+    shelf.put("abcd", after=5.0, next_use=1.0)
+    assert kinds(shelf, "abcd") == {"b": 0, "d": 0}
+    shelf.put("abcdef", after=5.0)
+    assert kinds(shelf, "abcdef") == {"b": (2, PASSED, 2), "d": (2, PASSED, 2), "f": (2, CONTINUES, 2)}
+
+
+def test_shared_chunks_do_not_take_the_hint_of_one_prompt(shelf):
+    shelf.put("pqrst", next_use=30.0)
+    shelf.put("pqruv", after=1.0, next_use=inf)
+    assert kinds(shelf, "pqruv") == {"r": (0, SHARED_BY_TWO, 1), "v": BINS}
+    assert kinds(shelf, "pqrst") == {"r": (0, SHARED_BY_TWO, 1), "t": 2}
+
+
+@pytest.mark.parametrize(("next_use", "bin"), [(0.0, 0), (1.9, 0), (2.0, 1), (130, 5), (6e4, 17), (1e9, 17), (inf, 18)])
+def test_a_hint_has_the_bin_of_its_seconds(shelf, next_use, bin):
+    shelf.put("ab", next_use=next_use)
+    assert kinds(shelf, "ab") == {"b": bin}

@@ -72,15 +72,16 @@ def test_a_policy_gets_all_keys_and_the_time_and_may_decline(monkeypatch):
     told = []
 
     class Picky(POLICIES["lru"]):
-        def admitted(self, deepest, keys, now):
-            told.append((list(keys), now))
-            return super().admitted(deepest, keys, now)
+        def admitted(self, deepest, keys, now, next_use=None):
+            told.append((list(keys), now, next_use))
+            return super().admitted(deepest, keys, now, next_use)
 
         def choose(self, parent, incoming, count, margin):
             return Choice(min(1, len(incoming)))
 
     monkeypatch.setitem(POLICIES, "picky", Picky)
     trace = trace_of(["abc", "xyz", "xyz"])
+    trace.requests[1] = trace.requests[1]._replace(next_use=1.0)
     tally = replayed(trace, "picky", 3)
-    assert told == [(request.keys, request.now) for request in trace.requests]
+    assert told == [(request.keys, request.now, request.next_use) for request in trace.requests]
     assert (tally.stored_blocks, tally.hit_blocks) == (3 + 1 + 1, 1)

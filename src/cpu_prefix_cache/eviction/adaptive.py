@@ -32,7 +32,7 @@ from typing import Any
 
 from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.buckets import Buckets, Rank
-from cpu_prefix_cache.eviction.kinds import FEATURES, GAP_OF, UNKNOWN, kinds_of
+from cpu_prefix_cache.eviction.kinds import FEATURES, GAP_OF, HINTED, UNKNOWN, kinds_of
 from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
@@ -58,7 +58,7 @@ class Adaptive(EvictionPolicy):
         self._mark: list[Any] = forest.mark
         self._keys: list[Any] = forest.key  # bytes of what is here
         self._segments = Segments(forest)
-        self._buckets = Buckets(FEATURES, Levels(even_depth))
+        self._buckets = Buckets(FEATURES, HINTED, Levels(even_depth))
         self._most_ghosts = max(1, forest.capacity // 3)
         self._num_ghosts = 0
         self._ghosts = segment_ring()
@@ -68,7 +68,7 @@ class Adaptive(EvictionPolicy):
 
     # A request
 
-    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> None:
+    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None, next_use: float | None = None) -> None:
         if not keys and deepest == NONE:
             return
         if not keys or now is None:
@@ -76,7 +76,7 @@ class Adaptive(EvictionPolicy):
         self._tell_time(now)
         use = self._buckets.begin(self._now)
         path, matched = self._walk(keys)
-        kinds = kinds_of(path, matched)
+        kinds = kinds_of(path, matched, next_use)
         while kinds:  # from the last one to the first
             segment = path[len(kinds) - 1]
             self._buckets.use(segment, kinds.pop(), use)

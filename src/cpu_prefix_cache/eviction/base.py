@@ -25,11 +25,12 @@ class EvictionPolicy(Protocol):
     end of a transfer or of a request changes no order.
     """
 
-    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Any:
+    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None, next_use: float | None = None) -> Any:
         """A request used the prefix that ends at node `deepest` (NONE: it found nothing). Its touch.
 
         `keys` are those of all chunks of its prompt, here or not, and `now` is in seconds; empty and None for a touch
-        without a request.
+        without a request. `next_use` is a hint, which may be wrong: in so many seconds the prompt is used again;
+        infinity: never.
         """
 
     def renewed(self, blocks: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ old enough for the next bin (ages.py); a row changes its rank when its class is 
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from cpu_prefix_cache.eviction.ages import NEVER, Ages, Use
 from cpu_prefix_cache.eviction.levels import Levels
@@ -26,10 +26,12 @@ Rank = tuple[float, int, int]  # worth, bin from the last to the first, row: who
 
 
 class Buckets:
-    """`features[c]`: the levels of the features of class c (survival.py). `levels`: of costs."""
+    """`features[c]`: the levels of the features of class c, `hinted`: those that are hints (survival.py). `levels`: of
+    costs.
+    """
 
-    def __init__(self, features: Sequence[tuple[int, ...]], levels: Levels) -> None:
-        self._survival = Survival(features)
+    def __init__(self, features: Sequence[tuple[int, ...]], hinted: Mapping[int, int], levels: Levels) -> None:
+        self._survival = Survival(features, hinted)
         self._ages = Ages(self._survival)
         self._levels = levels
         self._width = len(levels.costs)

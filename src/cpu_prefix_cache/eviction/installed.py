@@ -4,9 +4,11 @@
 mine = "my_package:MyPolicy"  # derives from EvictionPolicy, and is made of a Forest
 """
 
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
+from cpu_prefix_cache.index.forest import NONE
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.installed import installed, load
 
@@ -33,4 +35,16 @@ def load_policy(point: "EntryPoint") -> PolicyFactory:
                 f"{point.value}, which policy {point.name} names, has `{former}` and no `{now}`: the former is not "
                 f"called any more, so implement EvictionPolicy.{now}"
             )
+    _check_takes_hints(policy, point)
     return policy
+
+
+def _check_takes_hints(policy: type[EvictionPolicy], point: "EntryPoint") -> None:
+    """The pool gives every use its hint, also where there is none."""
+    try:
+        signature(policy.admitted).bind(policy, NONE, (), 0.0, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{point.value}, which policy {point.name} names, takes no `next_use` in `admitted`: add the parameter, "
+            f"which it may ignore ({error})"
+        ) from error

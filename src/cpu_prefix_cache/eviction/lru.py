@@ -21,7 +21,7 @@ class Lru(TouchPolicy):
         self._leave_to(other)
         return other
 
-    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> Touch:
+    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None, next_use: float | None = None) -> Touch:
         self._stamp += 1
         touch = Touch(self._stamp, self._ring)
         if deepest != NONE:

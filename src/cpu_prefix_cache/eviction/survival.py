@@ -8,7 +8,8 @@ before. A *bucket* is a class and a bin:
 
 The rate of reuse in a bucket is the reuses that happened in it, divided by the seconds that all segments have spent in
 it together, those that are in it still included. Where little is known the rate leans on that of all classes, times a
-factor for each *feature* of the class. Where nothing at all is known the rate falls with age: least recently used.
+factor for each *feature* of the class. Where nothing at all is known the rate falls with age: least recently used. A
+class that was *hinted* to be used again in some bin begins with reuses in and near that bin, and hardly any in others.
 
 The *worth* of a bucket is the best that keeping one block from this age on can bring: the largest ratio, over all ages
 at which it may be evicted, of the chance of a reuse until then to the time that it is expected to be held (the index of
@@ -18,7 +19,7 @@ not fall with age: a conversation that nobody continues within the time of a too
 Classes are learned anew one at a time, and what was seen long ago counts less each time, so that no call takes long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import expm1, prod
 from operator import add, getitem, mul, sub, truediv
 
@@ -30,20 +31,24 @@ WIDTHS = tuple(EDGES[at + 1] - EDGES[at] for at in range(BINS))
 PRIOR_SEGMENTS = 40.0
 PRIOR_SECONDS = tuple(width * PRIOR_SEGMENTS for width in WIDTHS)
 PRIOR_REUSES = 0.08 * PRIOR_SEGMENTS
+# Of those that reach a bin that is two bins from the hinted one at most, a factor of 2 or so; and of the others.
+HINTED_BINS, HINTED_SHARE, UNHINTED_SHARE = 2, 0.3, 0.01
 FACTOR_REUSES = 10.0
 HALF_LIFE_REQUESTS = 3_100  # .8 in a thousand
 
 
 class Survival:
-    """Rates and worths of the buckets of all classes. `features[c]` are the levels of the features of class c.
+    """Rates and worths of the buckets of all classes. `features[c]` are the levels of the features of class c, and
+    `hinted[c]` is the bin in which it is expected to be used again, if it was hinted at all; BINS: never.
 
     Callers keep `reuses`, `inside` (how many are in a bucket now) and `seconds`: when something enters a bucket, the
     time is subtracted from `seconds`, and when it leaves, added; a reuse counts in the bucket it ends. Nothing of class
     c may leave before `since[c]`, when it was last learned: its time until then counts less already.
     """
 
-    def __init__(self, features: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, features: Sequence[tuple[int, ...]], hinted: Mapping[int, int]) -> None:
         self._features = features
+        self._expected = {each: expected_reuses(bin) for each, bin in hinted.items()}
         buckets = len(features) * BINS
         self.reuses = [0.0] * buckets
         self.inside = [0] * buckets
@@ -89,7 +94,7 @@ class Survival:
         self.seconds[first:stop] = map(sub, seconds, inside)
         self._seen[each] = reuses, seconds
         self._came[each] = sum(reuses), sum(map(mul, seconds, self._rate))
-        leaning = map(self._product[each].__mul__, self._prior)
+        leaning = self._expected.get(each) or map(self._product[each].__mul__, self._prior)
         self.worth[first:stop] = worths(list(map(truediv, map(add, reuses, leaning), map(add, seconds, PRIOR_SECONDS))))
 
     def check_valid(self, now: float) -> None:
@@ -119,6 +124,12 @@ class Survival:
         for each in self.known:
             product[each] *= change[self._features[each][feature]]
         factors.update((level, factors[level] * by) for level, by in change.items())
+
+
+def expected_reuses(hinted: int) -> list[float]:
+    """The reuses that a class begins with in each bin, if it is expected to be used again in bin `hinted`."""
+    shares = (HINTED_SHARE if abs(bin - hinted) <= HINTED_BINS else UNHINTED_SHARE for bin in range(BINS))
+    return [PRIOR_SEGMENTS * share for share in shares]
 
 
 def worths(rates: Sequence[float]) -> list[float]:

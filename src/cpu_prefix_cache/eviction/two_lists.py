@@ -34,7 +34,9 @@ class TwoLists(TouchPolicy):
         self._once, self._again = self._rings
         self._forks: dict[int, int] = {}  # how many children in T2 a chunk has, where it is more than one
 
-    def admitted(self, deepest: int, keys: Sequence[bytes], now: float | None) -> ArcTouch:
+    def admitted(
+        self, deepest: int, keys: Sequence[bytes], now: float | None, next_use: float | None = None
+    ) -> ArcTouch:
         self._stamp += 1
         touch = ArcTouch(Touch(self._stamp, self._again), Touch(self._stamp, self._once))
         if deepest != NONE:

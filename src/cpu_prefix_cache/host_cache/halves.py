@@ -178,7 +178,14 @@ class Halves:
         self.cache.report(RankReport(0, ready_blocks=self._arena.ready_blocks))
 
     def start(
-        self, id: Hashable, keys: Sequence[bytes], *, num_tokens: int, on_device: int, allocate: Allocate
+        self,
+        id: Hashable,
+        keys: Sequence[bytes],
+        *,
+        num_tokens: int,
+        on_device: int,
+        allocate: Allocate,
+        next_use: float | None = None,
     ) -> Answer:
         """Start a request of `num_tokens` tokens of which the device has the first `on_device`.
 
@@ -186,6 +193,8 @@ class Halves:
         the request runs until `end`; after Pending nothing has changed. If tokens [start, boundary) can be loaded,
         `allocate` gives the device blocks that they fill, which nobody else reads, and after Hit they are being loaded;
         None: there is no room, a Miss. Where `on_device` lies in the middle of a chunk, the whole chunk is loaded.
+        `next_use` is a hint: the seconds from the end of the request until its prefix is used again, infinity for
+        never, None where that is not known. One that cannot be used is counted (`CacheStatistics.hints`).
 
         Raises MisuseError for a request that runs already, numbers of tokens that cannot be, keys that are no digests
         or more than the tokens have chunks, and destinations that are not given by group, do not exist, are too few,
@@ -194,7 +203,7 @@ class Halves:
         """
         self._check_usable()
         self._check_start(id, keys, num_tokens, on_device)
-        request, now = Request(id, keys, num_tokens), time.monotonic()
+        request, now = Request(id, keys, num_tokens, next_use=next_use), time.monotonic()
         answer = self.cache.lookup(request, on_device, now)
         if isinstance(answer, Pending):
             return answer

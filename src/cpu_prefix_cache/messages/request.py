@@ -11,12 +11,16 @@ class Request:
 
     `keys` is the engine's own list and may grow as the request decodes; it is read, never changed. With `stores` off,
     only what other requests have too is stored.
+
+    `next_use` is a hint, if the client knows it: the seconds from the end of the request until a prompt that begins
+    with its keys comes; infinity: never. It may be wrong (next_use.py).
     """
 
     id: Hashable
     keys: Sequence[bytes]
     num_tokens: int
     stores: bool = True
+    next_use: float | None = None
 
 
 class CheckpointAt(NamedTuple):

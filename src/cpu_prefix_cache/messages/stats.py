@@ -21,6 +21,18 @@ class PoolStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class HintStatistics:
+    """Admitted requests with a hint of their next use (next_use.py). Only the policy `adaptive` uses what it says."""
+
+    accepted: int = 0
+    clipped: int = 0  # used as the nearest that can be used
+    malformed: int = 0  # not used
+
+
+NO_HINTS = HintStatistics()
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """A CPUPrefixCache at one moment: its pool now, and counts since it was built."""
 
@@ -44,6 +56,7 @@ class CacheStatistics:
     lost_before_store: int  # lazy: chunks that the device evicted before they could be stored, counted late; eager: 0
     remembered: int  # chunks whose parent the cache remembers for the lazy walk
     work: int  # chunks looked at by the deciding half: the cost that rule 16 bounds
+    hints: HintStatistics = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

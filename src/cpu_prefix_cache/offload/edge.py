@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
-from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics, HintStatistics
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import Completion
@@ -70,7 +70,13 @@ class Edge:
         return self._completion.has_failed_often(direction)
 
     def statistics(
-        self, *, running: int = 0, work: int = 0, hit_tokens: int = 0, union_misses: int = 0
+        self,
+        *,
+        running: int = 0,
+        work: int = 0,
+        hit_tokens: int = 0,
+        union_misses: int = 0,
+        hints: HintStatistics = NO_HINTS,
     ) -> CacheStatistics:
         """Counts of the pool and of all copies, with those of the cache that has this edge. O(pins)."""
         loading = len(self.ledger.loads)
@@ -86,6 +92,7 @@ class Edge:
             work=work + self.offload.work,
             hit_tokens=hit_tokens,
             union_misses=union_misses,
+            hints=hints,
             **self._completion.counts,
         )
 

@@ -336,19 +336,25 @@ class BlockPool:
     # Using
 
     def touch(
-        self, deepest: int | None, keys: Sequence[bytes] = (), now: float | None = None, num_tokens: int | None = None
+        self,
+        deepest: int | None,
+        keys: Sequence[bytes] = (),
+        now: float | None = None,
+        num_tokens: int | None = None,
+        next_use: float | None = None,
     ) -> Any:
         """A request uses the prefix that ends at `deepest` (None: nothing). Its touch, to be given to `commit`.
 
         `keys`: of all chunks of its prompt, here or not; `now`: seconds, 0 or more, on a clock that does not run
         backwards. A policy that learns from requests needs both; a touch without keys is that of no request.
-        `num_tokens`: of the prompt; raises MisuseError without it where `min_store_tokens` is set.
+        `num_tokens`: of the prompt; raises MisuseError without it where `min_store_tokens` is set. `next_use`: the
+        seconds until its prefix is used again, as `Request.next_use`; None: not known.
         """
         if self._admission is not None and keys:
             self._admission.told(keys, num_tokens)
         if deepest is not None:
             self._evictions.hit(deepest)
-        return self._policy.admitted(NONE if deepest is None else deepest, keys, now)
+        return self._policy.admitted(NONE if deepest is None else deepest, keys, now, next_use)
 
     def pin(self, *blocks: int) -> Pin:
         """Hold `blocks` in place: nodes in any state but FREE, or blocks of pieces of checkpoints.

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.next_use import usable_next_use
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import StepPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
@@ -236,7 +237,7 @@ class TieredCache(CPUPrefixCache):
             self._tier_hit_tokens += max(0, (boundary or 0) - want.host_end)
             self._admitted_wants.append(want)
         elif is_new:
-            self.below.pool.touch(None, request.keys, now, request.num_tokens)
+            self.below.pool.touch(None, request.keys, now, request.num_tokens, usable_next_use(request.next_use))
         if is_new and boundary is not None and boundary > n0:
             self.below.demotion.used(request.keys, self.planner.full_chunks(boundary))
 
@@ -352,8 +353,10 @@ class TieredCache(CPUPrefixCache):
         """The request uses what the tier has of it, once."""
         if not want.has_begun:
             want.has_begun = True
-            deepest = self.below.pool.find(want.request.keys[want.stop - 1])
-            self.below.pool.touch(deepest, want.request.keys, self._now, want.request.num_tokens)
+            request = want.request
+            deepest = self.below.pool.find(request.keys[want.stop - 1])
+            next_use = usable_next_use(request.next_use)
+            self.below.pool.touch(deepest, request.keys, self._now, request.num_tokens, next_use)
 
     def _advance(self, want: Want, may_read: bool) -> bool:
         """Keep what the host has of it by now, and read more. Whether those that came later may read, too: this one

@@ -34,7 +34,7 @@ def serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
     keys = request.keys
     hit = pool.resident_run(keys, 0, len(keys))
     deepest = pool.find(keys[hit - 1]) if hit else None
-    touch = pool.touch(deepest, keys, request.now, request.tokens)
+    touch = pool.touch(deepest, keys, request.now, request.tokens, request.next_use)
     missing = keys[hit : pool.capacity]
     if missing:
         pin = None if deepest is None else pool.pin(deepest)

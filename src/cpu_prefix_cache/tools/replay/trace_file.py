@@ -25,11 +25,15 @@ NOT_CHAINED = "its ids are not chained (--ids content reads ids of each block's 
 
 
 class TraceRequest(NamedTuple):
-    """A prompt of `tokens` tokens that arrived at `now`, in seconds, with the `keys` of its blocks."""
+    """A prompt of `tokens` tokens that arrived at `now`, in seconds, with the `keys` of its blocks.
+
+    `next_use` is its hint, if requests are replayed with hints (hints.py).
+    """
 
     now: float
     keys: list[bytes]
     tokens: int
+    next_use: float | None = None
 
 
 class TraceFile:
