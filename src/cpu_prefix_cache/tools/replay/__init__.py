@@ -2,6 +2,7 @@
 
 lines              lines of a file, and what is wrong with one
 traces             files of requests -> requests with keys, in the order of their timestamps
+hints              when each is used again, for policies that take hints
 tiers              what they are replayed on: a host, a device before it, a tier below it
 one_tier           the host pool alone
 two_tiers          a device pool with the host behind it: CPUPrefixCache, lazy or eager

@@ -26,6 +26,7 @@ from cpu_prefix_cache.tools.replay.describe import (
     describe_trace,
 )
 from cpu_prefix_cache.tools.replay.flops import Flops
+from cpu_prefix_cache.tools.replay.hints import Hints, describe_hints, hints_of, with_hints
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.models import prefix_bytes_per_token
 from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
@@ -103,27 +104,36 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Raises PrefixCacheError for invalid options and traces."""
     policies = policies_of(args.policy, POLICY_NAMES)
     check_results_can_be_written(args)
+    hints = None if args.hints is None else hints_of(args.hints)
     trace = trace_of(args)
     block_bytes = _block_bytes(args, trace)
     tiers = _tiers(args, trace, block_bytes)
     hosts = _host_tiers(args, trace, block_bytes)
     _check_below_fits(tiers.below, hosts)
-    print("\n".join(_described(trace, hosts, tiers, has_model=args.model is not None)), flush=True)
+    if hints is not None:
+        trace = with_hints(trace, hints)
+    print("\n".join(_described(trace, hosts, tiers, hints, has_model=args.model is not None)), flush=True)
     outcomes, references = _replay_all(trace, policies, hosts, tiers)
     has_time = math.isfinite(tiers.even_depth)
     printed = table(outcomes, references, block_bytes, has_time=has_time)
     print(f"\n{printed}\n\n{notes(outcomes, has_time=has_time)}{best(outcomes, references)}")
     if args.json is not None:
         results = of_replay(references, outcomes)
-        write_json(args.json, {**head("replay", trace, block_bytes, tiers.flops, tiers.rates), **results})
+        write_json(
+            args.json, {**head("replay", trace, block_bytes, tiers.flops, tiers.rates), "hints": args.hints, **results}
+        )
     if args.plot is not None:
         title = ", ".join(Path(path).name for path in trace.paths)
         draw_replay(args.plot, title, outcomes, references, block_bytes)
     return 0
 
 
-def _described(trace: Trace, hosts: Sequence[HostTier], tiers: Tiers, *, has_model: bool) -> Iterator[str]:
+def _described(
+    trace: Trace, hosts: Sequence[HostTier], tiers: Tiers, hints: Hints | None, *, has_model: bool
+) -> Iterator[str]:
     yield describe_trace(trace)
+    if hints is not None:
+        yield describe_hints(hints)
     if tiers.device is not None:
         yield describe_device(tiers.device)
     if tiers.below is not None:
@@ -167,6 +177,12 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help=f"blocks that lazy stores look ahead (default: {DeviceTier(1).horizon}; at most a quarter of the device)",
+    )
+    parser.add_argument(
+        "--hints",
+        metavar="exact|noisy:FACTOR:SHARE",
+        help="give each request the time until its next use, as a client could: what would hints bring? FACTOR: by how "
+        "much the time is wrong, SHARE: of requests that are wrong about whether they are used again",
     )
     parser.add_argument(
         "--store-after", type=positive, default=1, metavar="N", help="store what N prompts had (default: 1)"

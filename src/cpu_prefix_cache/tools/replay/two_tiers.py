@@ -94,7 +94,7 @@ class ReplayEngine:
         """Serve one request. Returns how many blocks were found, on the device and then on the host."""
         self._served += 1
         keys = request.keys[: self.gpu.capacity]
-        prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1)
+        prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1, next_use=request.next_use)
         on_device = self.gpu.resident_run(keys, 0, len(keys))
         answer = self.lookup(prompt, on_device * self.block_tokens, request.now)
         running = ReplayedRequest(self, prompt, on_device, request.now)
@@ -133,7 +133,7 @@ class ReplayedRequest:
         deepest = self._gpu.find(prompt.keys[on_device - 1]) if on_device else None
         self._deepest = self._gpu.root if deepest is None else deepest
         self._pin: Pin | None = None if deepest is None else self._gpu.pin(deepest)
-        self._touch = self._gpu.touch(deepest, prompt.keys, now)
+        self._touch = self._gpu.touch(deepest, prompt.keys, now, next_use=prompt.next_use)
 
     def load(self, boundary: int, now: float) -> None:
         """Load from the host up to token `boundary`."""
