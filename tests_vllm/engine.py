@@ -742,12 +742,20 @@ class Engine:
 
     # Called by a test
 
-    def submit(self, tokens: list[int], max_tokens: int = 4, priority: int = 0) -> str:
-        """With `priorities` those of a smaller number come first."""
+    def submit(
+        self,
+        tokens: list[int],
+        max_tokens: int = 4,
+        priority: int = 0,
+        params: dict[str, object] | None = None,
+        **hints: object,
+    ) -> str:
+        """With `priorities` those of a smaller number come first. `params`: its kv_transfer_params."""
         id = f"r{self.counts['submitted']}"
         self.counts["submitted"] += 1
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(id, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority)
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        request = Request(id, list(tokens), sampling, None, block_hasher=self._hasher, priority=priority, **hints)
         self.requests[id] = request
         self.model.begin(request)
         self.scheduler.add_request(request)

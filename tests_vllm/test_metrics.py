@@ -129,8 +129,9 @@ class Still:
     def says(self, name, value):
         if name == "is_off":
             self.is_off = bool(value)
-        elif name.startswith("pool."):
-            self.now = replace(self.now, pool=replace(self.now.pool, **{name.removeprefix("pool."): value}))
+        elif "." in name:
+            part, name = name.split(".")
+            self.now = replace(self.now, **{part: replace(getattr(self.now, part), **{name: value})})
         else:
             self.now = replace(self.now, **{name: value})
 
@@ -147,6 +148,9 @@ FROM = {
     "failed_loads": "loads_failed",
     "lost_before_store_chunks": "lost_before_store",
     "union_misses": "union_misses",
+    "next_use_hints:accepted": "hints.accepted",
+    "next_use_hints:clipped": "hints.clipped",
+    "next_use_hints:malformed": "hints.malformed",
     "resident_blocks": "pool.cached",
     "pinned_blocks": "pool.protected",
     "ready_blocks": "pool.ready",

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from connector.atom.device import AtomDevice
+from connector.common.next_use import next_use_of
 from connector.common.request_flags import LOAD, STORE, allows
 from cpu_prefix_cache import ChainHasher
 from cpu_prefix_cache.deciding import Request
@@ -43,7 +44,8 @@ class KnownRequests:
 
     def request(self, seq: Any) -> Request:
         """The sequence as the cache sees it."""
-        return Request(seq.id, self._of(seq).keys, int(seq.num_tokens), stores=allows(seq.kv_transfer_params, STORE))
+        stores, next_use = allows(seq.kv_transfer_params, STORE), next_use_of(seq.kv_transfer_params)
+        return Request(seq.id, self._of(seq).keys, int(seq.num_tokens), stores, next_use)
 
     def may_load(self, seq: Any) -> bool:
         """Whether ATOM may resume it after a load. It then computes up to the end of the prompt and no further, so one

@@ -29,6 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
 
+from connector.common.next_use import next_use_of
 from connector.common.request_flags import LOAD, STORE, allows
 from connector.tier.revision import reset
 from connector.vllm import versions
@@ -36,6 +37,7 @@ from connector.vllm.adapters import Adapters
 from connector.vllm.device import VllmDevice
 from connector.vllm.events import block_events
 from connector.vllm.keys import ChunkKeys
+from connector.vllm.kv_hints import next_use_of_actions
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.pool_view import PoolView
@@ -266,7 +268,10 @@ class SchedulerHalf:
         # parts (seen with asynchronous scheduling, and without any connector).
         is_other = request.resumable or not self._adapters.are_same(request.request_id, request.lora_request)
         stores = allows(request.kv_transfer_params, STORE) and not is_other
-        return Request(request.request_id, keys, request.num_tokens, stores=stores)
+        next_use = next_use_of(request.kv_transfer_params)
+        if next_use is None:
+            next_use = next_use_of_actions(versions.hint_actions(request))
+        return Request(request.request_id, keys, request.num_tokens, stores, next_use)
 
     def _remember(self, known: Known, num_tokens: int) -> None:
         """Pass the hashes of a request's first `num_tokens` tokens to the device, which has these chunks now."""

@@ -2,7 +2,8 @@
 before any other of the connector.
 
     before 0.30    are refused: failed loads cannot be reported to vLLM by request
-    0.30 to 0.33   are tested; some windows are replayed from 0.31 on, and hits have a source from 0.32 on
+    0.30 to 0.33   are tested; some windows are replayed and requests have hints from 0.31 on, and hits
+                   have a source from 0.32 on
     later ones     run with a warning
 
 A name of ADDED that a release should have and has not is refused: otherwise a name that vLLM has changed would count as
@@ -11,6 +12,8 @@ a feature that it does not have.
 
 import logging
 import re
+from collections.abc import Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import vllm
@@ -18,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from cpu_prefix_cache import ConfigurationError
 
@@ -37,7 +41,9 @@ class Addition(NamedTuple):
     name: str
 
     def is_here(self) -> bool:
-        return self.name in vars(self.owner) or self.name in vars(self.owner).get("__dataclass_fields__", ())
+        if self.name in vars(self.owner) or self.name in vars(self.owner).get("__dataclass_fields__", ()):
+            return True
+        return isinstance(self.owner, type) and self.name in signature(self.owner).parameters
 
 
 ADDED = (
@@ -51,6 +57,7 @@ ADDED = (
     Addition(FIRST, kv_cache_interface.KVCacheTensor, "layers"),
     Addition(FIRST, kv_cache_interface.SlidingWindowSpec, "extra_retained_tokens"),
     Addition((0, 31), kv_cache_interface.SlidingWindowMLASpec, "bounded_replay"),
+    Addition((0, 31), Request, "kv_hints"),
     Addition((0, 32), base.KVConnectorBase_V1, "_cache_hit_source"),
 )
 
@@ -90,6 +97,12 @@ def warn_if_untested() -> None:
 def is_replayed(window: Any) -> bool:
     """Whether vLLM computes a window again after each hit (`bounded_replay`). Before 0.31 never."""
     return bool(vars(window).get("bounded_replay", False))
+
+
+def hint_actions(request: Request) -> Sequence[Any]:
+    """The actions that an orchestrator has attached to a request. Before 0.31 there are none."""
+    envelope = vars(request).get("kv_hints")
+    return () if envelope is None else envelope.actions
 
 
 def keys_have_adapter_paths() -> bool:
