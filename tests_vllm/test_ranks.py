@@ -2,11 +2,11 @@
 
 import multiprocessing
 import threading
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm import ranks, regions
@@ -44,13 +44,16 @@ def plain_caches():
     return {f"layer.{at}": torch.zeros(BLOCKS, 2, BLOCK, 2, 16) for at in range(2)}
 
 
-def meet(rank, file, as_stages=False):
-    """Two processes are the ranks of a tensor-parallel group, or the stages of a pipeline."""
+AXES = ("get_tp_group", "get_pcp_group", "get_pp_group")
+
+
+def meet(rank, file, axis="get_tp_group"):
+    """Two processes are the ranks of an engine along one axis."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    both = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
-    alone = SimpleNamespace(world_size=1)
-    ranks.get_tp_group = lambda: alone if as_stages else both
-    ranks.get_pp_group = lambda: both if as_stages else alone
+    for each in AXES:
+        members = [[0, 1]] if each == axis else [[0], [1]]
+        group = GroupCoordinator(members, rank, "gloo", use_device_communicator=False)
+        setattr(ranks, each, lambda group=group: group)
 
 
 def begins(rank, folder, file, told, cannot=1):
@@ -70,9 +73,10 @@ def begins(rank, folder, file, told, cannot=1):
         told.put((rank, str(error)))
 
 
-def agrees(rank, as_stages, file, told):
-    """In a process of its own: the second of two ranks has a problem."""
-    meet(rank, file, as_stages)
+def agrees(rank, axis, file, told):
+    """In a process of its own: the second of two ranks has a problem, and other numbers than the first."""
+    meet(rank, file, axis)
+    assert (ranks.largest(5 + rank), ranks.as_on_the_first(7 + rank)) == (6, 7)
     try:
         ranks.agree(ConfigurationError("there is no room") if rank else None)
         told.put((rank, "goes on"))
@@ -121,9 +125,10 @@ def test_a_region_that_the_first_rank_cannot_make_is_one_that_no_rank_has(tmp_pa
     assert said[0] == "there is no room" and "the first rank of this tensor-parallel group could not" in said[1]
 
 
-@pytest.mark.parametrize("as_stages", [False, True])
-def test_a_problem_of_one_rank_is_one_of_the_others_and_of_other_stages(tmp_path, as_stages):
-    said = said_by(agrees, as_stages, tmp_path / "meeting")
+@pytest.mark.parametrize("axis", AXES)
+def test_a_problem_of_one_rank_is_one_of_all_others(tmp_path, axis):
+    """Ranks of its tensor-parallel group, those that compute other tokens of a prompt, and other stages."""
+    said = said_by(agrees, axis, tmp_path / "meeting")
     assert said == {0: "there is no room", 1: "there is no room"}
 
 

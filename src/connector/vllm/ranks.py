@@ -3,9 +3,20 @@
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group, in_the_same_node_as
+from vllm.distributed.parallel_state import (
+    GroupCoordinator,
+    get_pcp_group,
+    get_pp_group,
+    get_tp_group,
+    in_the_same_node_as,
+)
 
 from cpu_prefix_cache import ConfigurationError
+
+
+def _axes() -> tuple[GroupCoordinator, ...]:
+    """This rank's groups, one along each axis of the engine. What is decided in one after another, all ranks have."""
+    return get_tp_group(), get_pcp_group(), get_pp_group()
 
 
 def agree(problem: Exception | None) -> None:
@@ -14,7 +25,7 @@ def agree(problem: Exception | None) -> None:
     Raises `problem` if given, else ConfigurationError if another rank has one.
     """
     message = None if problem is None else str(problem)
-    for group in (get_tp_group(), get_pp_group()):  # first within each stage, then between the stages
+    for group in _axes():
         if group.world_size > 1:
             of_all: list[str | None] = [None] * group.world_size
             torch.distributed.all_gather_object(of_all, message, group=group.cpu_group)
@@ -33,12 +44,14 @@ def as_on_the_first_stage(numbers: list[int]) -> list[int]:
 
 def as_on_the_first(value: Any) -> Any:
     """The `value` of the engine's first rank. Each rank calls this with its own."""
-    return get_tp_group().broadcast_object(get_pp_group().broadcast_object(value, src=0), src=0)
+    for group in _axes():
+        value = group.broadcast_object(value, src=0)
+    return value
 
 
 def largest(number: int) -> int:
     """The largest `number` of any rank. Each rank calls this with its own."""
-    for group in (get_tp_group(), get_pp_group()):
+    for group in _axes():
         if group.world_size > 1:
             of_all = [0] * group.world_size
             torch.distributed.all_gather_object(of_all, number, group=group.cpu_group)
