@@ -182,9 +182,9 @@ def drafting(method: str, drafts: int = 3, **fields: object) -> SpeculativeConfi
 class AttentionGroup:
     """Full, window or chunked-local attention."""
 
-    def __init__(self, at: int, spec: object) -> None:
+    def __init__(self, at: int, spec: object, block: int) -> None:
         self.at = at
-        self.block = spec.block_size
+        self.block = block
         self._spec = spec
 
     def pattern(self, prefixes: Sequence[object]) -> tuple[object, ...]:
@@ -220,9 +220,9 @@ class AttentionGroup:
 class StateGroup:
     """Recurrent state in align mode: `preprocess_mamba` and the kernels of vLLM's worker."""
 
-    def __init__(self, at: int, spec: object) -> None:
+    def __init__(self, at: int, block: int) -> None:
         self.at = at
-        self.block = spec.block_size
+        self.block = block
         self._running: dict[str, int] = {}  # request -> the block that has its running state
 
     def pattern(self, prefixes: Sequence[object]) -> tuple[object, ...]:
@@ -258,10 +258,11 @@ class FakeModel:
     A pattern is made of prefixes, each of which stands for all tokens before some token.
     """
 
-    def __init__(self, specs: Sequence[object], hash_tokens: int) -> None:
+    def __init__(self, specs: Sequence[object], blocks: Sequence[int], hash_tokens: int) -> None:
+        """`blocks` are the tokens that a block of each group covers."""
         self.groups = [
-            StateGroup(at, spec) if isinstance(spec, MambaSpec) else AttentionGroup(at, spec)
-            for at, spec in enumerate(specs)
+            StateGroup(at, block) if isinstance(spec, MambaSpec) else AttentionGroup(at, spec, block)
+            for at, (spec, block) in enumerate(zip(specs, blocks, strict=True))
         ]
         self._states = [group for group in self.groups if isinstance(group, StateGroup)]
         self._attention = [group for group in self.groups if isinstance(group, AttentionGroup)]
@@ -647,8 +648,9 @@ class Engine:
     `groups` is the model: by default one group of full attention. `retention` is vLLM's: how many tokens lie
     between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
     each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
-    blocks are. `tier` has the operator's options of a tier of `tier_slots` slots, `tier_faults` its faults. A
-    `drafter` proposes no drafts here: what counts is what vLLM drops for it.
+    blocks are. `context_parallel` of the ranks divide the tokens of full attention and MLA among them: a pattern then
+    stands for what each of them has of a block. `tier` has the operator's options of a tier of `tier_slots` slots,
+    `tier_faults` its faults. A `drafter` proposes no drafts here: what counts is what vLLM drops for it.
     """
 
     def __init__(
@@ -663,6 +665,7 @@ class Engine:
         offload: str = "lazy",
         ranks: int = 1,
         tensor_parallel: bool = False,
+        context_parallel: int = 1,
         seed: int = 0,
         failure_rate: float = 0.0,
         slowest: int = 6,
@@ -687,6 +690,7 @@ class Engine:
         config.speculative_config = drafter
         config.parallel_config.world_size = ranks
         config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
+        config.parallel_config.decode_context_parallel_size = context_parallel
         config.cache_config.num_gpu_blocks = device_blocks
         config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)
         config.cache_config.prefix_match_unit = match_unit
@@ -710,7 +714,9 @@ class Engine:
         self.half.clock = lambda: self.now
         self.cache, self.device = self.half.cache, self.half.device
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.model = FakeModel([group.kv_cache_spec for group in caches.kv_cache_groups], self.hash_tokens)
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        blocks = [manager.block_size for manager in managers]
+        self.model = FakeModel([group.kv_cache_spec for group in caches.kv_cache_groups], blocks, self.hash_tokens)
         hosts: list[dict[int, object]] = [{} for _ in range(ranks // sharers)]
         usual = failure_rate, slowest, host_blocks, planner.pieces
         self.ranks = [

@@ -49,6 +49,7 @@ TOUCHED = {
         "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
+        "cp_kv_cache_interleave_size",
         "distributed_executor_backend",
         "data_parallel_index",
     },

@@ -164,13 +164,6 @@ def test_half_of_the_work_is_refused_by_name(tmp_path, kind, caching):
         CPUPrefixCacheConnector(config, KVConnectorRole.SCHEDULER, one_group(BLOCKS))
 
 
-@pytest.mark.parametrize("kind", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_by_name(tmp_path, kind):
-    config = configure(tmp_path, **{kind: 2})
-    with pytest.raises(ConfigurationError, match="context parallelism is not supported; use tensor or"):
-        Settings.of(config, one_group(BLOCKS))
-
-
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode):
     caches = KVCacheConfig(BLOCKS, [], [full(), state(mode=mode)])

@@ -10,15 +10,23 @@ Scheduler and ranks must compute the same host blocks, but the scheduler knows l
 
 So ranks plan with the scheduler's view too (`generate_scheduler_kv_cache_config`); `own_block_bytes` is what the
 layers of this rank take.
+
+A spec's block is that of one rank. Under decode context parallelism the ranks divide the tokens of full attention and
+MLA among them, and the scheduler's block covers those of all; under prefill context parallelism alone all have all.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    resolve_dcp_kv_block_size,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from connector.vllm import versions
@@ -47,9 +55,6 @@ def planner_for(
     """
     kv_cache_config = generate_scheduler_kv_cache_config([kv_cache_config])
     grid, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
-        raise ConfigurationError("context parallelism is not supported; use tensor or pipeline parallelism")
     drops = _lookahead_tokens(vllm_config, grid)
     pages = layer_pages(kv_cache_config)
     groups = [
@@ -64,16 +69,19 @@ def planner_for(
             "leave it out"
         )
     _check_lengths(groups, grid)
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    specs = [kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in planned_group_ids(kv_cache_config)]
+    divided = [_divided(group, spec, ranks) for group, spec in zip(groups, specs, strict=True)]
     length = vllm_config.model_config.max_model_len
-    return HybridChunkPlanner(groups, max_model_len=length, grid_tokens=grid, in_pages=in_pages)
+    return HybridChunkPlanner(divided, max_model_len=length, grid_tokens=grid, in_pages=in_pages)
 
 
 def _check_lengths(groups: Sequence[Group], grid: int) -> None:
     """Raises ConfigurationError for block lengths that vLLM itself does not handle.
 
     vLLM finds chunked-local attention only if all groups have blocks of the same length. And it aligns steps to the
-    shortest blocks (`Scheduler._mamba_block_aligned_split`): a longer state block then gets the hash of its end, but
-    holds the state of an earlier token.
+    shortest blocks of one rank (`Scheduler._mamba_block_aligned_split`): a longer state block then gets the hash of its
+    end, but holds the state of an earlier token.
     """
     shortest = min(groups, key=lambda group: group.block_tokens)
     for group in groups:
@@ -150,6 +158,23 @@ def _group(
         codec=codec if is_coded else RAW,
         **fields,
     )
+
+
+def _divided(group: Group, spec: KVCacheSpec, ranks: int) -> Group:
+    """The group where so many ranks divide the tokens of a prompt among them (decode context parallelism).
+
+    A block covers the tokens of all of them, and is as large on each as it was. Raises ConfigurationError for groups of
+    which vLLM divides none.
+    """
+    tokens = resolve_dcp_kv_block_size(spec, ranks)
+    if tokens == spec.block_size:
+        return group
+    if not group.is_prefix:
+        raise ConfigurationError(
+            f"group {group.name!r} is neither full attention nor MLA, and vLLM divides the tokens of no others; start "
+            "it with --decode-context-parallel-size 1"
+        )
+    return replace(group, block_tokens=tokens, replicated=False)
 
 
 def _dtypes(group: KVCacheGroupSpec) -> set[str]:

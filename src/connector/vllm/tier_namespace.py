@@ -1,6 +1,6 @@
 """Fields that are equal where one vLLM process may serve KV of another, besides those of every engine (`namespace.py`).
 
-    the engine    release, platform, backend as configured, what the model computes with, tensor and pipeline ranks
+    the engine    release, platform, backend as configured, what the model computes with, ranks, how they divide tokens
     each rank     the order in which its rows lie: vLLM's, because `tensors.py` copies them as they are
 
 The first is known to the scheduler, too, and names the folder (`connector/tier/namespace.py`).
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.tier.namespace import digest
@@ -37,8 +37,24 @@ def engine_namespace(
         "tensor parallel ranks": parallel.tensor_parallel_size,
         "pipeline parallel ranks": parallel.pipeline_parallel_size,
         "hash tokens": hash_tokens,
+        **_context_parallel(parallel),
     }
     return said.namespace(planner, dtype=str(cache.cache_dtype), ranks=owners, extra=extra)
+
+
+def _context_parallel(parallel: ParallelConfig) -> dict[str, Value]:
+    """How ranks divide the tokens of a prompt. Nothing where they do not, so that folders from before are found.
+
+    Workers have the interleave that counts, because vLLM adapts it there to other connectors; a tier is opened with the
+    first worker's namespace.
+    """
+    if parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1:
+        return {}
+    return {
+        "decode context parallel ranks": parallel.decode_context_parallel_size,
+        "prefill context parallel ranks": parallel.prefill_context_parallel_size,
+        "context parallel interleave": parallel.cp_kv_cache_interleave_size,
+    }
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:

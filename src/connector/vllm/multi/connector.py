@@ -19,7 +19,7 @@ measured:
 import copy
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import KVConnectorOutput
@@ -59,10 +60,12 @@ class CPUPrefixCacheMultiConnector(MultiConnector):
         self._step: int | None = None
         self._seconds = [0.0] * len(self._connectors)
         if role is KVConnectorRole.SCHEDULER:
-            self._follow(options, _names(vllm_config), kv_cache_config)
+            self._follow(options, vllm_config, kv_cache_config)
 
-    def _follow(self, options: Options, names: Sequence[str], kv_cache_config: KVCacheConfig) -> None:
-        bytes_per_token = _bytes_per_token(kv_cache_config)
+    def _follow(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        names = _names(vllm_config)
+        ranks = vllm_config.parallel_config.decode_context_parallel_size
+        bytes_per_token = _bytes_per_token(kv_cache_config, ranks)
         timed = PrefillRate()
 
         def prefill() -> float:
@@ -238,11 +241,11 @@ def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmCon
     return plain
 
 
-def _bytes_per_token(kv_cache_config: KVCacheConfig) -> float:
-    """Bytes of one rank, as if windows and states were kept for every token."""
+def _bytes_per_token(kv_cache_config: KVCacheConfig, ranks: int) -> float:
+    """Bytes of one rank, as if windows and states were kept for every token. So many ranks divide the tokens."""
     return sum(
         group.kv_cache_spec.page_size_bytes
         * (1 if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs) else len(group.layer_names))
-        / group.kv_cache_spec.block_size
+        / resolve_dcp_kv_block_size(group.kv_cache_spec, ranks)
         for group in kv_cache_config.kv_cache_groups
     )

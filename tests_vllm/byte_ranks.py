@@ -1,0 +1,130 @@
+"""Ranks with real memory around the real worker half, in place of an Engine's simulated ones.
+
+    rank's memory       one row of bytes for each block, of which layers of all groups see parts, as in vLLM
+    a pattern           is the bytes that follow from rank and pattern: no two ranks have the same in a block
+
+What a block holds is read from its bytes, so nobody finds there what was written on another rank, or in part.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from connector.vllm.messages import StepMetadata
+from connector.vllm.settings import Settings
+from connector.vllm.worker import WorkerHalf
+from tests_vllm.engine import Engine
+
+POISON = 0xA5
+DIGEST_BYTES = 32
+
+
+class BlockMemory:
+    """Device memory of one rank, by block: what was written there, if all bytes of its group are there."""
+
+    def __init__(self, rank: int, num_blocks: int, groups: Sequence[KVCacheGroupSpec]) -> None:
+        self._rank = rank
+        self._sizes = [_block_bytes(group) for group in groups]
+        self._known: dict[bytes, object] = {}
+        self.rows = torch.full((num_blocks, max(self._sizes)), POISON, dtype=torch.uint8)
+
+    def __setitem__(self, block: int, pattern: object) -> None:
+        written = self._bytes_of(pattern)
+        self._known[written[:DIGEST_BYTES]] = pattern
+        self.rows[block, : len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+
+    def __getitem__(self, block: int) -> object:
+        here = bytes(self.rows[block].numpy())
+        pattern = self._known.get(here[:DIGEST_BYTES])
+        return pattern if pattern is not None and here.startswith(self._bytes_of(pattern)) else None
+
+    get = __getitem__
+
+    def _bytes_of(self, pattern: object) -> bytes:
+        """A pattern begins with the number of its group."""
+        return hashlib.shake_256(repr((self._rank, pattern)).encode()).digest(self._sizes[pattern[0]])
+
+    def layers(self, groups: Sequence[KVCacheGroupSpec]) -> dict[str, object]:
+        """KV of each layer, as vLLM registers it."""
+        found: dict[str, object] = {}
+        for group in groups:
+            at = 0
+            for name in group.layer_names:
+                views = []
+                for shape, dtype in _shapes(group.kv_cache_spec):
+                    size = torch.Size(shape).numel() * dtype.itemsize
+                    views.append(self.rows[:, at : at + size].view(dtype).unflatten(1, shape))
+                    at += size
+                found[name] = views if isinstance(group.kv_cache_spec, MambaSpec) else views[0]
+        return found
+
+
+def _shapes(spec: object) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(spec, MambaSpec):
+        return list(zip(spec.shapes, spec.dtypes, strict=True))
+    sizes = spec.block_size, spec.real_page_size_bytes // spec.block_size // spec.dtype.itemsize
+    return [(sizes, spec.dtype)]
+
+
+def _block_bytes(group: KVCacheGroupSpec) -> int:
+    sizes = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in _shapes(group.kv_cache_spec))
+    return sum(sizes) * len(group.layer_names)
+
+
+class ByteRank:
+    """A rank that ends each of its copies before the step computes."""
+
+    copies: Mapping[int, object] = {}
+    waits_for: Mapping[int, str] = {}
+
+    def __init__(self, engine: Engine, rank: int) -> None:
+        config = engine.scheduler.vllm_config
+        caches: KVCacheConfig = engine.scheduler.kv_cache_config
+        groups = caches.kv_cache_groups
+        config.parallel_config.rank = rank
+        self.rank = rank
+        self.device = BlockMemory(rank, caches.num_blocks, groups)
+        self.half = WorkerHalf(Settings.of(config, caches), config, caches)
+        self.half.register_kv_caches(self.device.layers(groups))
+        self.half._arena.wait_until_ready(60)
+
+    @property
+    def region(self) -> torch.Tensor:
+        return self.half._arena.blocks
+
+    def prepare(self, output: object) -> None:
+        for copy in output.kv_cache_block_copies or ():
+            self.device.rows[copy.dst_block_id] = self.device.rows[copy.src_block_id]
+
+    def begin(self, metadata: StepMetadata) -> None:
+        self.half.begin(metadata)
+        self.half._worker.drain()
+
+    def poll(self) -> KVConnectorOutput:
+        received, failed = self.half.results()
+        return KVConnectorOutput(
+            finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=self.half.reports()
+        )
+
+
+def with_byte_ranks(engine: Engine) -> Engine:
+    """The engine, with real memory on each rank, and all host blocks ready."""
+    engine.ranks = [ByteRank(engine, rank.rank) for rank in engine.ranks]
+    engine.step()
+    assert engine.cache.statistics().pool.ready == engine.cache.statistics().pool.capacity
+    return engine
+
+
+def forget_the_device(engine: Engine) -> None:
+    """Nothing is in the device's memory any more, and nothing is found there."""
+    assert engine.scheduler.reset_prefix_cache()
+    for rank in engine.ranks:
+        rank.device.rows.fill_(POISON)
+
+
+def close(engine: Engine) -> None:
+    for rank in engine.ranks:
+        rank.half.close()
