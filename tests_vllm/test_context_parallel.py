@@ -128,6 +128,15 @@ def test_nobody_reads_wrong_kv_where_everything_goes_wrong(tmp_path, model):
     assert all(engine.counts[each] for each in happened), engine.counts
 
 
+def test_each_rank_has_files_of_its_own_below_the_host(tmp_path):
+    options = dict(ranks=2, tensor_parallel=True, context_parallel=2, host_blocks=60)
+    engine = Engine(tmp_path, groups=[latent()], offload="eager", tier={}, **options)
+    live_through(engine, requests=300)
+    engine.check_nothing_leaked()
+    assert [type(rank.tier).__name__ for rank in engine.ranks] == ["FakeTier", "FakeTier"]
+    assert engine.counts["reads planned"] and engine.counts["writes planned"]
+
+
 # Memory
 
 
