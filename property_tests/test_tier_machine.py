@@ -102,6 +102,7 @@ class WithTier(PrefixCacheMachine):
 
     def new_cache(self) -> None:
         self.slots = self.new_slots()
+        self.listener_below = Listener()
         self.cache = TieredCache(
             self.planner,
             self.slots.device,
@@ -257,10 +258,15 @@ class WithTier(PrefixCacheMachine):
         self.asks_again(pick(list(self.asking), which))
 
     @precondition(lambda self: self.asking)
-    @rule(which=positions)
-    def who_waits_is_aborted(self, which: int) -> None:
-        """Nobody is notified: it never comes back."""
-        del self.asking[pick(list(self.asking), which)]
+    @rule(which=positions, is_notified=st.booleans())
+    def who_waits_is_aborted(self, which: int, is_notified: bool) -> None:
+        """It never comes back, and not every engine notifies the cache."""
+        id = pick(list(self.asking), which)
+        del self.asking[id]
+        if is_notified:
+            self.cache.abandoned(id)
+            self.forget_waits(id)
+            assert id not in self.cache._wants
 
     @precondition(lambda self: self.asking)
     @rule(which=positions)
@@ -601,6 +607,13 @@ class WithTier(PrefixCacheMachine):
         pool, stores = self.cache.pool, [store for store, *_ in self.cache._slices.values()]
         moving = sum(1 for store in stores for node in store.nodes for _ in pool.all_blocks_of(node))
         assert moving + sum(want.blocks for want in self.cache._wants.values()) <= self.budget
+
+    @invariant()
+    def the_tiers_log_lists_where_requests_can_be_brought(self) -> None:
+        pool, needs_checkpoint = self.cache.below.pool, self.planner.needs_checkpoint
+        there = [name for name in ALL_NAMES if pool.find(name) is not None]
+        could = {name.decode() for name in there if not needs_checkpoint(len(name)) or pool.find(checkpoint_key(name))}
+        assert self.listener_below.hear(self.cache.below.pool.take_events()) == could
 
     @invariant()
     def leases_end(self) -> None:

@@ -416,6 +416,13 @@ class CPUPrefixCache:
         """
         return self.pool.take_events()
 
+    def may_be_named(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether events may still name each chunk although no request that has it runs: the device has it, and may
+        store it; or the host has it or will, and may store its checkpoint, or write it to a tier.
+        """
+        here, is_covered = self._device.find_all(keys), self.edge.stores.is_covered
+        return [blocks is not None or is_covered(key) for key, blocks in zip(keys, here, strict=True)]
+
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self.edge.check_valid()

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
-from cpu_prefix_cache.deciding import Direction, Request
+from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored, Direction, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tiered_cache
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, TRIAL_SECONDS
+from property_tests.strategies import chain
 from tests.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
 
@@ -303,6 +304,59 @@ def test_an_aborted_requests_promotion_is_committed_all_the_same():
     assert engine.host == set(chain_names("abcd"))
     engine.works_off()
     assert engine.is_at_rest()
+
+
+def test_for_an_aborted_request_that_the_cache_is_notified_of_nothing_more_is_read():
+    engine = with_tier("abcd")
+    engine.asks_as("r", "abcd")
+    engine.cache.abandoned("r")
+    engine.cache.abandoned("r")  # nor for one that nobody knows
+    assert engine.steps_below() == [] and engine.is_at_rest()
+    assert isinstance(engine.asks_as("r", "abcd"), Pending), "another one of this name is a new one"
+
+
+def test_a_read_for_an_aborted_request_goes_on_without_a_lease():
+    engine = with_tier("abcd")
+    engine.asks_as("r", "abcd")
+    engine.steps_below()
+    engine.cache.abandoned("r")
+    engine.tier_ends()
+    assert engine.host == set(chain_names("abcd"))
+    engine.works_off()
+    engine.host_forgets()
+    assert engine.host == set() and engine.is_at_rest()
+
+
+def test_the_tier_has_a_log_of_its_own():
+    engine = Tiered(log_boundaries=True)
+    engine.tier_has("ab")
+    assert engine.cache.below.pool.take_events() == [BoundariesStored(chain("ab"), None)]
+    engine.cache.take_events()
+    engine.asks_as("r", "ab")
+    engine.works()
+    assert engine.cache.take_events() == [BoundariesStored(chain("ab"), None)]
+    assert engine.cache.below.pool.take_events() == [], "a promotion changes nothing there"
+    engine.cache.abandoned("r")
+    engine.host_forgets()
+    engine.cache.take_events()
+    engine.goes_bad("a")
+    engine.asks_as("s", "ab")
+    engine.works()
+    assert engine.cache.take_events() == [] and engine.cache.below.pool.take_events() == [
+        BoundariesRemoved([b"ab", b"a"])
+    ]
+
+
+def test_events_may_name_what_the_host_has_and_what_is_on_its_way():
+    engine = with_tier("abcd")
+    engine.host_has("x")
+    engine.works_off()
+    engine.asks_as("r", "ab")
+    engine.steps_below()
+    assert engine.cache.may_be_named([b"x", b"a", b"abc", b"y"]) == [True, True, False, False]
+    engine.host_forgets()
+    engine.tier_ends(ok=False)
+    assert engine.cache.may_be_named([b"x", b"a", b"abc", b"y"]) == [False] * 4
 
 
 def test_without_its_checkpoint_nothing_is_hit_beyond_both():  # S8.11

@@ -83,6 +83,7 @@ class TierCache:
         above: CacheOptions,
         *,
         ranks: int,
+        log_boundaries: bool = False,
     ) -> None:
         self.host = host
         is_large = options.slots >= EAGER_FROM * host.capacity
@@ -91,7 +92,9 @@ class TierCache:
         written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
         self.planner = planner.below()
         thresholds = Thresholds(above.store_after, above.min_store_tokens)
-        self.pool = new_pool(self.planner, options.slots, options.policy, thresholds=thresholds)
+        self.pool = new_pool(
+            self.planner, options.slots, options.policy, thresholds=thresholds, log_boundaries=log_boundaries
+        )
         self.coordinator = KVCacheCoordinator(self.planner, self.pool)
         stores = StorePlanner(self.coordinator, HostDevice(host), TransferLedger(ranks), MARGIN)
         self.ancestry = HostAncestry(host, self.planner, stores.is_covered)

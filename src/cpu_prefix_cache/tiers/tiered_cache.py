@@ -11,7 +11,7 @@ Pending.
     lookup      of a store that others write, too, it is not known yet what it has: Pending, until that is known or the
                 question's deadline (questions.py)
 
-    want        noted --slices are read--> over --> admitted
+    want        noted --slices are read--> over --> admitted, or abandoned
                   `--- its deadline passes ----------^
 
 A want is a wish and no state of its own: how far it is, each step reads from the pools and the ledger. What the host
@@ -20,7 +20,7 @@ has of it already is kept there by a pin, its lease, until the request is admitt
 The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,7 +109,9 @@ class TieredCache(CPUPrefixCache):
         )
         if below.offload is None and options.policy != "lru":
             below = replace(below, offload="eager")
-        self.below = TierCache(planner, self.pool, below, options, ranks=engine.ranks)
+        self.below = TierCache(
+            planner, self.pool, below, options, ranks=engine.ranks, log_boundaries=engine.log_boundaries
+        )
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
@@ -240,6 +242,13 @@ class TieredCache(CPUPrefixCache):
             self.below.pool.touch(None, request.keys, now, request.num_tokens, usable_next_use(request.next_use))
         if is_new and boundary is not None and boundary > n0:
             self.below.demotion.used(request.keys, self.planner.full_chunks(boundary))
+
+    def abandoned(self, id: Hashable) -> None:
+        """A request that was never admitted has ended, or will not be looked up again: nothing more is read for it."""
+        self.below.admitted(id)
+        want = self._wants.pop(id, None)
+        if want is not None:
+            self._end_want(want)
 
     def passed(self, now: float) -> None:
         """Time has come to `now`. Called where no requests come: leases and pauses end by it."""
