@@ -6,10 +6,15 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from vllm.v1.request import Request
 
-from connector.vllm.events import block_events
-from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests_vllm import engine as engines
 from tests_vllm.engine import BLOCK, Engine, full, one_group, state, vllm_config, window
@@ -17,33 +22,52 @@ from tests_vllm.test_metrics import OURS, SILENT, multi_config
 from tests_vllm.test_stress import live_through
 
 PROMPT = list(range(30))  # 7 full blocks and 2 tokens
+# Fields that Dynamo's and llm-d's routers decode, or pass over. An `ownership` that Dynamo does not know makes it drop
+# the event; a `group_idx` makes both take the event for one group's.
+READ_BY_ROUTERS = {
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "lora_name",
+    "extra_keys",
+    "medium",
+    "locality",
+}
+
+
+def hash_of(event, **changed):
+    """The hash of a stored block, from its event alone, or with something changed."""
+    given = {"tokens": event.token_ids, "extra_keys": event.extra_keys[0]} | changed
+    assert event.block_size == len(event.token_ids) and len(event.extra_keys) == 1
+    return hash_block_tokens(sha256, event.parent_block_hash, given["tokens"], given["extra_keys"])
 
 
 class Router:
     """A subscriber of vLLM's KV events, which knows nothing else."""
 
     def __init__(self):
-        self.on_host = {}  # the hash of a boundary -> that of the block before
+        self.on_host, self.in_tier = {}, {}  # the hash of a boundary -> that of the block before
         self.heard = 0
 
     def publish(self, batch):
         for event in batch.events:
-            if not isinstance(event, AllBlocksCleared) and event.medium == "CPU":
+            if not isinstance(event, AllBlocksCleared) and event.medium != "GPU":
                 self.hear(event)
 
     def hear(self, event):
         self.heard += 1
         assert event.block_hashes and event.locality == "LOCAL"
+        known = {"CPU": self.on_host, "STORAGE": self.in_tier}[event.medium]
         if isinstance(event, BlockRemoved):
             for each in event.block_hashes:
-                del self.on_host[each]
+                del known[each]
             return
-        assert (event.block_size, event.token_ids, event.lora_id, event.lora_name) == (BLOCK, [], None, None)
-        above = event.parent_block_hash
-        for each in event.block_hashes:
-            assert each not in self.on_host, "stored twice"
-            self.on_host[each] = above
-            above = each
+        [each] = event.block_hashes
+        assert each not in known, "stored twice"
+        assert each == hash_of(event), "a router that hashes tokens itself would look for another block"
+        known[each] = event.parent_block_hash
 
     def shutdown(self):
         pass
@@ -75,7 +99,7 @@ def start(tmp_path, monkeypatch):
 
 
 def can_be_hit(cache):
-    """Chunks of the pool that a request could resume after, one by one."""
+    """Chunks of a cache's pool that a request could resume after, one by one."""
     pool = cache.pool
     nodes = [node for node in range(len(pool._forest.key)) if pool.key(node) and node not in pool.checkpoints]
     return {
@@ -102,6 +126,7 @@ def check_at_every_step(engine):
     def checked(*args):
         result = update(*args)
         assert set(engine.router.on_host) == can_be_hit(engine.cache)
+        assert set(engine.router.in_tier) == (set() if engine.below is None else can_be_hit(engine.below))
         for id, request in engine.requests.items():
             chains[id] = list(request.block_hashes)
             for at, key in enumerate(chains[id]):
@@ -139,6 +164,26 @@ def test_a_router_knows_what_can_be_hit_at_every_step(start, model, offload, ran
     assert engine.counts["loads failed"] or model == "state", "few loads, of one page each"
 
 
+@pytest.mark.parametrize("model", ["full", "full, window"])
+@pytest.mark.parametrize("below", ["lazy", "eager"])
+def test_a_router_knows_what_a_tier_has(start, model, below):
+    """Also where it was promoted for a request that nobody has computed, and written long after its request."""
+    engine = start(
+        groups=MODELS[model],
+        device_blocks=48,
+        host_blocks=100,
+        tier={"offload": below},
+        tier_slots=220,
+        tier_faults=dict(failure_rate=0.02, refusal_rate=0.02, slowest=12),
+        failure_rate=0.03,
+        seed=3,
+    )
+    check_at_every_step(engine)
+    live_through(engine, requests=500)
+    statistics = engine.half.tier.tier_statistics()
+    assert statistics.hit_tokens and statistics.refused and statistics.cache.pool.evictions and engine.router.in_tier
+
+
 # One by one
 
 
@@ -148,13 +193,82 @@ def test_a_prompt_is_announced_when_its_store_has_landed(start):
     engine.router.hear = heard.append
     request = engine.requests[engine.submit(PROMPT, max_tokens=1)]
     engine.drain()
-    [event] = heard
-    assert isinstance(event, BlockStored)
-    assert event.block_hashes == list(request.block_hashes)[:7] and event.parent_block_hash is None
+    assert {type(event) for event in heard} == {BlockStored}
+    assert [event.block_hashes for event in heard] == [[each] for each in request.block_hashes[:7]]
+    assert [event.parent_block_hash for event in heard] == [None, *request.block_hashes[:6]]
     request = engine.requests[engine.submit([*PROMPT, 1, 2, 3], max_tokens=1)]
     engine.drain()
-    [_, event] = heard
+    [*_, event] = heard
     assert event.block_hashes == [request.block_hashes[7]] and event.parent_block_hash == request.block_hashes[6]
+
+
+def test_without_one_token_a_router_would_hash_another_block(start):
+    """The control of what a Router asserts of each event."""
+    engine = start()
+    heard = []
+    engine.router.hear = heard.append
+    engine.run(PROMPT)
+    for event in heard[:7]:
+        wrong = [*event.token_ids[:-1], event.token_ids[-1] + 1]
+        assert hash_of(event) == event.block_hashes[0] != hash_of(event, tokens=wrong)
+        assert hash_of(event, extra_keys=("pirate",)) != event.block_hashes[0]
+
+
+def say(engine, salt=None, lora=None, image=None):
+    """Hand the engine a prompt whose hashes have more in them than tokens, and let it come to rest."""
+    images = image and [
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=image, mm_position=PlaceholderRange(offset=6, length=9)
+        )
+    ]
+    engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1000)
+    engine.scheduler.max_num_encoder_input_tokens = 1000
+    request = Request(
+        f"said {engine.counts['submitted']}",
+        list(PROMPT),
+        SamplingParams(max_tokens=1, ignore_eos=True),
+        None,
+        mm_features=images,
+        lora_request=lora,
+        cache_salt=salt,
+        block_hasher=engine._hasher,
+    )
+    engine.counts["submitted"] += 1
+    engine.requests[request.request_id] = request
+    engine.model.begin(request)
+    engine.scheduler.add_request(request)
+    engine.drain()
+    return request
+
+
+def test_all_that_is_in_a_hash_is_in_the_event_as_vllm_itself_has_it(start):
+    engine = start()
+    seen = {"CPU": {}, "GPU": {}}
+
+    def publish(batch):
+        for event in batch.events:
+            assert len(event.block_hashes) == len(event.extra_keys)
+            for at, (each, keys) in enumerate(zip(event.block_hashes, event.extra_keys, strict=True)):
+                tokens = event.token_ids[at * BLOCK : (at + 1) * BLOCK]
+                seen[event.medium][each] = tokens, keys, event.block_size, event.lora_id, event.lora_name
+
+    engine.router.publish = publish
+    request = say(engine, salt="tenant 7", lora=LoRARequest("pirate", 3, "/pirate"), image="a cat")
+    assert len(seen["CPU"]) == 7 and seen["CPU"].items() <= seen["GPU"].items()
+    first, second, third = (seen["CPU"][key] for key in request.block_hashes[:3])
+    assert first == (PROMPT[:BLOCK], ("pirate", "tenant 7"), BLOCK, 3, "pirate")
+    assert second[1] == ("pirate", ("a cat", 2)) and third[1] == ("pirate", ("a cat", -2))
+    plain = say(engine)
+    assert [seen["CPU"][key][1:] for key in plain.block_hashes[:7]] == [(None, BLOCK, None, None)] * 7
+
+
+def test_tokens_are_kept_until_the_store_has_ended_however_late_that_is(start):
+    engine = start(offload="lazy", device_blocks=24, slowest=1)
+    contents = engine.half._events.contents
+    for first in range(0, 6000, 100):
+        engine.run([first + each for each in PROMPT], max_tokens=1)
+    assert engine.router.heard > 400  # each with its tokens: see `hear`
+    assert 180 < len(contents) < 2 * (24 + 200), "what device and host have lost is forgotten"
 
 
 def test_a_reset_is_announced_block_by_block_and_only_for_the_host(start):
@@ -200,14 +314,22 @@ def test_events_that_nobody_publishes_are_not_kept(tmp_path):
     engine = Engine(tmp_path, offload="eager")
     engine.run(PROMPT)
     assert engine.scheduler.connector.take_events() == []
-    assert engine.cache.pool._log is None
+    assert engine.cache.pool._log is None and engine.half._events is None
     assert engine.cache.statistics().chunks_stored >= 7
 
 
-def test_events_travel_as_vllm_sends_them():
-    events = block_events([BoundariesStored([b"b" * 32, b"c" * 32], b"a" * 32), BoundariesRemoved([b"b" * 32])], 16)
+def test_events_travel_as_vllm_sends_them(start):
+    engine = start()
+    events = []
+    engine.router.publish = lambda batch: events.extend(batch.events)
+    say(engine, salt="tenant 7", lora=LoRARequest("pirate", 3, "/pirate"), image="a cat")
+    engine.scheduler.connector.reset_cache()
+    events += engine.scheduler.connector.take_events()
+    ours = [each for each in events if each.medium == "CPU"]
+    assert {type(each) for each in ours} == {BlockStored, BlockRemoved}
     sent = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
-    assert msgspec.msgpack.decode(sent, type=KVEventBatch).events == events
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(sent, type=KVEventBatch)) == sent
+    assert {field for each in ours for field in msgspec.to_builtins(each)} <= READ_BY_ROUTERS | {"type"}
 
 
 def test_events_come_through_a_multi_connector(tmp_path):
@@ -220,4 +342,4 @@ def test_events_come_through_a_multi_connector(tmp_path):
     pool = ours.scheduler.cache.pool
     pool.grow(4)
     pool.commit(pool.allocate(2), [b"a" * 32, b"b" * 32], pool.root, pool.touch(None))
-    assert [event.block_hashes for event in multi.take_events()] == [[b"a" * 32, b"b" * 32]]
+    assert [event.block_hashes for event in multi.take_events()] == [[b"a" * 32], [b"b" * 32]]

@@ -87,6 +87,10 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             check_pool(gpu_block_pool)
             self.scheduler = SchedulerHalf(self._settings, PoolView(gpu_block_pool), is_alone=self._is_alone)
 
+    def on_new_request(self, request: Request) -> None:
+        if self.scheduler is not None:
+            self.scheduler.on_new_request(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler is None:
             return 0, False

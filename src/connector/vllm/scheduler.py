@@ -1,6 +1,7 @@
 """The scheduler half: translates vLLM's calls into calls of CPUPrefixCache. It decides nothing.
 
     vLLM's call                         becomes
+    on_new_request                      nothing of the cache; events note what the prompt has
     get_num_new_matched_tokens          cache.lookup
     update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
     build_connector_meta                cache.preempted, cache.computed, then cache.step, and plan_below if it is tiered
@@ -35,7 +36,7 @@ from connector.tier.revision import reset
 from connector.vllm import versions
 from connector.vllm.adapters import Adapters
 from connector.vllm.device import VllmDevice
-from connector.vllm.events import block_events
+from connector.vllm.events import LOCAL, REMOTE, KVEvents
 from connector.vllm.keys import ChunkKeys
 from connector.vllm.kv_hints import next_use_of_actions
 from connector.vllm.messages import StepMetadata, WorkerReports
@@ -81,6 +82,10 @@ class SchedulerHalf:
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
         self._counts = CacheCounts(self.cache)
+        self._events: KVEvents | None = None
+        if settings.publishes_events:
+            sizes = settings.planner.grid_tokens, settings.hashes_per_chunk
+            self._events = KVEvents(self.cache, *sizes, tier_locality=REMOTE if settings.shares_tier else LOCAL)
         self._revision_file = settings.revision_file
         self._adapters = Adapters(UNTIL[settings.reset])
         self._resets = Resets(settings.reset, pool, self._empty)
@@ -97,6 +102,10 @@ class SchedulerHalf:
         self._unwritten: Container[bytes] | None = ()
         self._steps = 0
         self._begun: dict[int, tuple[int, float]] = {}  # timed steps in flight: tokens, time of the start
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        if self._events is not None:
+            self._events.note(request)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
@@ -240,6 +249,10 @@ class SchedulerHalf:
             tokens = _computed_tokens(request)
             self._remember(known, tokens)
             self.cache.finished(request.request_id, tokens)
+        elif self.tier is not None:
+            self.tier.abandoned(request.request_id)
+        if self._events is not None:
+            self._events.ended(request.request_id)
 
     def reset_cache(self) -> bool:
         return self._resets.requested()
@@ -260,7 +273,7 @@ class SchedulerHalf:
         return self._counts.take()
 
     def take_events(self) -> list[KVCacheEvent]:
-        return block_events(self.cache.take_events(), self._grid)
+        return [] if self._events is None else self._events.take()
 
     def _request(self, request: EngineRequest) -> Request:
         keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
@@ -280,6 +293,8 @@ class SchedulerHalf:
         if known.remembered < stop:
             self.device.remember(hashes, known.remembered, stop)
             known.remembered = stop
+            if self._events is not None:
+                self._events.note(known.request)
 
     def _preempted(self, id: str) -> None:
         known = self._requests.if_admitted(id)

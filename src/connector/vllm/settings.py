@@ -22,7 +22,7 @@ from connector.vllm.groups import (
 )
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
-from cpu_prefix_cache import ConfigurationError, Device
+from cpu_prefix_cache import ConfigurationError, Device, SharedTier
 from cpu_prefix_cache.deciding import RAW, CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
 
 CHECKS: Mapping[str, Check] = {
@@ -90,6 +90,11 @@ class Settings:
             reset=options.pop(RESET, WITH_DEVICE),
             options=options,
         )
+
+    @property
+    def shares_tier(self) -> bool:
+        """Whether the tier is a store that other engines write to as well."""
+        return self.tier is not None and isinstance(self.tier.tier, SharedTier)
 
     @property
     def host_blocks(self) -> int:

@@ -58,6 +58,7 @@ ADDED = (
     Addition(FIRST, kv_cache_interface.SlidingWindowSpec, "extra_retained_tokens"),
     Addition((0, 31), kv_cache_interface.SlidingWindowMLASpec, "bounded_replay"),
     Addition((0, 31), Request, "kv_hints"),
+    Addition((0, 31), kv_cache_utils, "to_event_extra_keys"),
     Addition((0, 32), base.KVConnectorBase_V1, "_cache_hit_source"),
 )
 
@@ -118,6 +119,17 @@ def sleeps_can_be_refused() -> bool:
     """
     release = release_of(vllm.__version__)
     return release is None or release >= (0, 31)
+
+
+_to_event_extra_keys = vars(kv_cache_utils).get("to_event_extra_keys")
+
+
+def event_extra_keys(extra_keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """The extra keys of a block's hash, in the form of events. Before 0.31 hashes have that form, too."""
+    if extra_keys is None or _to_event_extra_keys is None:
+        return extra_keys
+    published: list[tuple[Any, ...] | None] = _to_event_extra_keys([extra_keys])
+    return published[0]
 
 
 def host_hit_source() -> Any:
