@@ -11,6 +11,7 @@ Wrong bytes are so seen: everything the host finds is compared on every rank (by
 that a restart could serve must hold the bytes of its key, of this epoch.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from cpu_prefix_cache.deciding import (
     HybridChunkPlanner,
     PrefixGroup,
     RankReport,
+    Request,
     TieredCache,
     TransferPlan,
 )
@@ -126,6 +128,7 @@ class WithTier(PrefixCacheMachine):
         self.told_below: list[TierReport] = []
         self.shut: set[int] = set()  # ranks whose tiers cannot be opened
         self.asking: dict[str, tuple[str, int]] = {}  # who waits for the tier
+        self.queued: set[str] = set()  # those of them that were not looked up yet
         self.deadlines: dict[str, float] = {}
         self.tried_at = 0.0  # reading it, although that seemed slower than computing
         self.bad: set[tuple[int, int]] = set()  # slots and generations that were refused, or whose load failed
@@ -172,8 +175,20 @@ class WithTier(PrefixCacheMachine):
     def forget_waits(self, id: str) -> None:
         self.deadlines.pop(id, None)
 
+    @rule(prompt=long_prompts, partial=st.integers(1, GRID - 1), meanwhile=things)
+    def a_request_is_queued(self, prompt: str, partial: int, meanwhile: list[Thing]) -> None:
+        """Its turn comes later, or never."""
+        self.born += 1
+        id = f"q{self.born}"
+        self.asking[id] = prompt, partial
+        self.queued.add(id)
+        self.cache.queued(Request(id, chain(prompt), len(prompt) * GRID + partial), self.now)
+        for what, number in meanwhile:
+            self.happens(what, number)
+
     def asks_again(self, id: str) -> bool:
         prompt, partial = self.asking[id]
+        self.queued.discard(id)
         if not self.begin(id, prompt, partial, 0):
             return False
         del self.asking[id]
@@ -263,7 +278,8 @@ class WithTier(PrefixCacheMachine):
         """It never comes back, and not every engine notifies the cache."""
         id = pick(list(self.asking), which)
         del self.asking[id]
-        if is_notified:
+        if is_notified or id in self.queued:
+            self.queued.discard(id)
             self.cache.abandoned(id)
             self.forget_waits(id)
             assert id not in self.cache._wants
@@ -622,11 +638,15 @@ class WithTier(PrefixCacheMachine):
         assert not any(lease.released for lease in leases)
         late = tiered_cache.LEASE_SECONDS + questions.REMEMBERED_SECONDS
         if self.tier["rate"] is None:
-            assert all(want.deadline <= self.now + late for want in wants)
+            assert all(want.deadline <= self.now + late for want in wants if want.request.id not in self.queued)
+        assert {want.request.id for want in wants if want.deadline == math.inf} <= self.queued
+        assert self.cache._queued.keys() <= self.queued
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
+        for id in self.queued:
+            self.cache.abandoned(id)
         for sequence in list(self.running.values()):
             self.end(sequence)
         while self.leases:

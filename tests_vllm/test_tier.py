@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from connector.vllm import tier_namespace
+from connector.vllm import CPUPrefixCacheConnector, tier_namespace
 from cpu_prefix_cache.slab import opening, records
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.tiers import tiered_cache
@@ -121,6 +121,33 @@ def test_a_small_host_gets_back_from_the_tier_what_it_has_evicted(path):
         assert tier_hits(engine) > 0
         assert engine.connectors.worker.worker._tier.statistics().bytes_read > 0
     assert max(differences(after, before)) <= TOLERANCE
+
+
+# A queue
+
+
+@pytest.mark.parametrize("is_reported", [True, False], ids=["queued", "control"])
+def test_a_prompt_that_waits_for_its_turn_is_read_meanwhile(path, monkeypatch, is_reported):
+    """The engine runs one request at a time. In the control vLLM does not report what it queues."""
+    expected = expected_of("llama")
+    write_prompts(path, prompts=PROMPTS[:1])
+    if not is_reported:
+        monkeypatch.setattr(CPUPrefixCacheConnector, "on_new_request", lambda self, request: None)
+    with started(path, engine=dict(max_requests=1)) as engine:
+        long = engine.submit(some_tokens(BLOCK, "long"), max_tokens=200)
+        name = engine.submit(PROMPTS[0])
+        keys = engine.hashes(PROMPTS[0])[:BLOCKS]
+        for _ in range(100):
+            engine.step()
+        assert long not in engine.finished and engine.status(name) == "WAITING"
+        assert engine.cache.pool.resident_run(keys, 0, BLOCKS) == (BLOCKS if is_reported else 0)
+        engine.step_until(lambda: name in engine.finished)
+        engine.rest()
+        engine.check_nothing_leaked()
+        assert tier_hits(engine) == BLOCKS * BLOCK
+        answer = engine.finished.pop(name)
+    assert answer.loaded_tokens == BLOCKS * BLOCK
+    assert max(differences([answer], expected[:1])) <= TOLERANCE
 
 
 # Wrong bytes

@@ -1,12 +1,12 @@
 """The scheduler half: translates vLLM's calls into calls of CPUPrefixCache. It decides nothing.
 
     vLLM's call                         becomes
-    on_new_request                      nothing of the cache; events note what the prompt has
+    on_new_request                      cache.queued, if it is tiered
     get_num_new_matched_tokens          cache.lookup
     update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
     build_connector_meta                cache.preempted, cache.computed, then cache.step, and plan_below if it is tiered
     update_connector_output             cache.invalidated, cache.report, cache.goes_on, cache.catch_up; report_below
-    request_finished                    cache.finished
+    request_finished                    cache.finished; cache.abandoned if it is tiered and the request was not admitted
     reset_cache, and any call           cache.reset, if vLLM has reset its connectors or the device (`resets.py`)
 
 A load is asynchronous: vLLM allocates its destinations and does not schedule the request until every rank has named
@@ -104,8 +104,12 @@ class SchedulerHalf:
         self._begun: dict[int, tuple[int, float]] = {}  # timed steps in flight: tokens, time of the start
 
     def on_new_request(self, request: EngineRequest) -> None:
+        self._resets.follow()
         if self._events is not None:
             self._events.note(request)
+        if self.tier is not None and _may_be_loaded(request):
+            keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
+            self.tier.queued(Request(request.request_id, keys, request.num_tokens), self.clock())
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
@@ -121,9 +125,7 @@ class SchedulerHalf:
         return 0, False
 
     def _may_load(self, request: EngineRequest) -> bool:
-        if request.skip_reading_prefix_cache or not allows(request.kv_transfer_params, LOAD):
-            return False
-        return self._adapters.are_same(request.request_id, request.lora_request)
+        return _may_be_loaded(request) and self._adapters.are_same(request.request_id, request.lora_request)
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         id = request.request_id
@@ -326,6 +328,10 @@ class SchedulerHalf:
             request = self._requests.of(id).request
             before = request.num_computed_tokens
             yield from request.block_hashes[before // self._hash_tokens : (before + num_tokens) // self._hash_tokens]
+
+
+def _may_be_loaded(request: EngineRequest) -> bool:
+    return not request.skip_reading_prefix_cache and allows(request.kv_transfer_params, LOAD)
 
 
 def _has_work(below: TierCache) -> bool:

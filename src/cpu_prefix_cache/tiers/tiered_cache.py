@@ -14,14 +14,20 @@ Pending.
     want        noted --slices are read--> over --> admitted, or abandoned
                   `--- its deadline passes ----------^
 
+An engine may report a request as soon as it is queued. Then the store is queried, and the want noted, before the first
+lookup: what waits for its turn is read meanwhile, and its deadline begins with the lookup.
+
 A want is a wish and no state of its own: how far it is, each step reads from the pools and the ledger. What the host
 has of it already is kept there by a pin, its lease, until the request is admitted, or some time after the deadline.
 
 The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -53,10 +59,14 @@ MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
 TRIAL_BYTES, TRIAL_SECONDS = 256 << 20, 60.0
 
 
+NEVER = math.inf
+
+
 @dataclass(slots=True, eq=False)
 class Want:
     """A request that waits until the host has its first `stop` chunks, and the checkpoint below `depth` of them, if one
-    is needed. `stop` is `depth` until the tier loses some. `host_end` is how many tokens it had before.
+    is needed. `stop` is `depth` until the tier loses some. `host_end` is how many tokens it had before. The deadline is
+    NEVER until the request is looked up.
     """
 
     request: Request
@@ -113,6 +123,7 @@ class TieredCache(CPUPrefixCache):
             planner, self.pool, below, options, ranks=engine.ranks, log_boundaries=engine.log_boundaries
         )
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
+        self._queued: dict[Any, Request] = {}  # neither wanted nor looked up, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
         self._slices: dict[Any, tuple[Promotion, Want, int]] = {}  # promotions in flight by id, and their blocks
@@ -133,16 +144,19 @@ class TieredCache(CPUPrefixCache):
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
         """As in CPUPrefixCache, and notes what the tier has beyond that: then the answer is Pending."""
         self.passed(now)
+        self._queued.pop(request.id, None)
         answer = super().lookup(request, n0, now)
         if isinstance(answer, Pending) or self.is_off:
             return answer
         want = self._wants.get(request.id)
         if want is None:
             host_end = answer.boundary if isinstance(answer, Hit) else n0
-            unknown_until = self._unknown_until(request, n0, host_end)
+            unknown_until = self._unknown_until(request, n0, host_end, self._queue_bytes)
             if unknown_until is not None:
                 return Pending(unknown_until)
             want = self._new_want(request, n0, host_end)
+        elif want.deadline == NEVER:
+            self._begin_deadline(want)
         if want is None or want.is_over:
             return answer
         if now < want.deadline:
@@ -151,7 +165,7 @@ class TieredCache(CPUPrefixCache):
         self._over(want)
         return answer
 
-    def _unknown_until(self, request: Request, n0: int, host_end: int) -> float | None:
+    def _unknown_until(self, request: Request, n0: int, host_end: int, queue_bytes: int) -> float | None:
         """Time until which this request waits for the tier's answer. None where it is known, or could save no time."""
         grid = self.planner.grid_tokens
         end = self.planner.resumable_chunks(self.planner.findable_chunks(request.num_tokens)) * grid
@@ -159,11 +173,8 @@ class TieredCache(CPUPrefixCache):
             return None
         blocks = (end // grid - host_end // grid) * self.planner.host_blocks_per_chunk
         num_bytes = blocks * self.planner.host_block_bytes
-        return self.below.awaited(request, host_end) if self._saves(Candidate(end, end - host_end, num_bytes)) else None
-
-    def _saves(self, candidate: Candidate) -> bool:
-        """Whether it would save time to read the tier that far, if it had that; or that is to be tried."""
-        return self._best([candidate]) is not None or self._is_trial_due
+        is_best = self._best([Candidate(end, end - host_end, num_bytes)], queue_bytes) is not None
+        return self.below.awaited(request, host_end) if is_best or self._is_trial_due else None
 
     @property
     def _is_trial_due(self) -> bool:
@@ -172,9 +183,9 @@ class TieredCache(CPUPrefixCache):
         """
         return self._now >= self._read_at + TRIAL_SECONDS
 
-    def _best(self, candidates: Sequence[Candidate]) -> Candidate | None:
+    def _best(self, candidates: Sequence[Candidate], queue_bytes: int) -> Candidate | None:
         prefill, rate = self.edge.break_even.prefill_tokens_per_second, self.below.load_rate
-        return best(candidates, prefill=prefill, rate=rate, queue_bytes=self._queue_bytes)
+        return best(candidates, prefill=prefill, rate=rate, queue_bytes=queue_bytes)
 
     @property
     def _queue_bytes(self) -> int:
@@ -182,29 +193,64 @@ class TieredCache(CPUPrefixCache):
         return self.below.queue_bytes + self._unread
 
     def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
-        if not self.below.can_be_read:
-            return None
-        is_known = self.below.load_rate is not None
-        candidates = self._candidates(request, n0, host_end, self._budget if is_known else self._trial_budget)
+        candidates = self._reachable(request, n0, host_end)
         if not candidates:
             return None
-        chosen = self._best(candidates)
+        chosen = self._best(candidates, self._queue_bytes)
         if chosen is None and self._is_trial_due:
             chosen = next(iter(self._candidates(request, n0, host_end, self._trial_budget)), None)
         if chosen is None:
             self._declined += 1
             self._wants[request.id] = want = Want(request, 0, 0, host_end, self._now, is_over=True)
             return want
+        return self._noted(request, chosen, host_end, self._deadline(self._queue_bytes + chosen.num_bytes))
+
+    def _noted(self, request: Request, chosen: Candidate, host_end: int, deadline: float) -> Want:
         self._asked += 1
         self._read_at = self._now
-        num_bytes = self._queue_bytes + chosen.num_bytes
-        seconds = 2 * num_bytes / (self.below.load_rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
         depth = self.planner.chunks_to_resume(chosen.boundary // self.planner.grid_tokens)
-        want = Want(request, depth, depth, host_end, self._now + seconds, unread=chosen.num_bytes)
+        want = Want(request, depth, depth, host_end, deadline, unread=chosen.num_bytes)
         self._wants[request.id] = want
         self._open[want] = None
         self._unread += want.unread
         return want
+
+    def _deadline(self, num_bytes: int) -> float:
+        """When so many bytes should have been read, twice over."""
+        return self._now + 2 * num_bytes / (self.below.load_rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
+
+    def _want_queued(self) -> None:
+        """Note wants of queued requests, first come, first served, as far as there is room."""
+        while self._queued and self._promoted + self._unread // self.planner.host_block_bytes < self._budget:
+            request = next(iter(self._queued.values()))
+            n0, host_end = self._here(request)
+            if self._unknown_until(request, n0, host_end, 0) is not None:
+                return
+            del self._queued[request.id]
+            chosen = self._best(self._reachable(request, n0, host_end), 0)
+            if chosen is not None:
+                self._noted(request, chosen, host_end, NEVER)
+
+    def _begin_deadline(self, want: Want) -> None:
+        """Begin the deadline of a request that was queued. It waits for what is read before it, too, although computing
+        it may take less: others want the GPU as well.
+        """
+        before = takewhile(lambda each: each is not want, self._open)
+        want.deadline = self._deadline(self.below.queue_bytes + want.unread + sum(each.unread for each in before))
+
+    def _here(self, request: Request) -> tuple[int, int]:
+        """How many tokens the device has of a request, as far as can be seen, and the host together with it."""
+        keys, grid = request.keys, self.planner.grid_tokens
+        stop = min(len(keys), (request.num_tokens - 1) // grid)
+        n0 = grid * bisect_left(range(stop), True, key=lambda at: self._device.find(keys[at]) is None)
+        return n0, max(n0, self.coordinator.longest_boundary(keys, n0, request.num_tokens))
+
+    def _reachable(self, request: Request, n0: int, host_end: int) -> list[Candidate]:
+        """Where the tier could bring this request. Of a tier whose rate is not known, little is read at once."""
+        if not self.below.can_be_read:
+            return []
+        budget = self._trial_budget if self.below.load_rate is None else self._budget
+        return self._candidates(request, n0, host_end, budget)
 
     def _candidates(self, request: Request, n0: int, host_end: int, budget: int) -> list[Candidate]:
         """Where the tier could bring this request, the deepest first, as far as it fits into `budget` blocks."""
@@ -243,8 +289,20 @@ class TieredCache(CPUPrefixCache):
         if is_new and boundary is not None and boundary > n0:
             self.below.demotion.used(request.keys, self.planner.full_chunks(boundary))
 
+    def queued(self, request: Request, now: float) -> None:
+        """The engine has a new request, which may wait for its turn: what the tier has of it is read meanwhile.
+
+        It is admitted later, or `abandoned`.
+        """
+        self.passed(now)
+        if not self.is_off:
+            self._queued[request.id] = request
+            self._unknown_until(request, *self._here(request), queue_bytes=0)  # queries a store
+            self._want_queued()
+
     def abandoned(self, id: Hashable) -> None:
         """A request that was never admitted has ended, or will not be looked up again: nothing more is read for it."""
+        self._queued.pop(id, None)
         self.below.admitted(id)
         want = self._wants.pop(id, None)
         if want is not None:
@@ -258,6 +316,7 @@ class TieredCache(CPUPrefixCache):
     def step(self) -> StepPlan:
         while self._admitted_wants:
             self._end_want(self._admitted_wants.pop())
+        self._want_queued()
         may_read = True
         for want in list(self._open):
             if self._now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
@@ -326,6 +385,13 @@ class TieredCache(CPUPrefixCache):
             late=self._late,
             declined=self._declined,
         )
+
+    def may_be_named(self, keys: Sequence[bytes]) -> list[bool]:
+        """As in CPUPrefixCache. A tier's write that has ended may be put off until the host has evicted the chunk."""
+        may, writing = super().may_be_named(keys), self.below.edge.ledger.writing
+        return [
+            each or key in writing or checkpoint_key(key) in writing for key, each in zip(keys, may, strict=True)
+        ]
 
     def check_valid(self) -> None:
         super().check_valid()
