@@ -590,10 +590,12 @@ class BlockPool:
         self._nodes.unfinished.update(nodes)
         self._nodes.move(nodes, WRITING, RETIRED)
 
-    def withdraw(self, node: int) -> None:
-        """Take back the key of a cached node, and of all that hangs below it (rule 3)."""
+    def withdraw(self, node: int) -> list[int]:
+        """Take back the key of a cached node, and of all that hangs below it (rule 3). These nodes, parents first."""
         self._check_state((node,), CACHED)
-        self._withdraw_all(self._forest.subtree(node))
+        subtree = self._forest.subtree(node)
+        self._withdraw_all(subtree)
+        return subtree
 
     def reset(self) -> None:
         """Begin anew with the same blocks. Never fails; what is pinned or being written keeps its bytes until its pins
