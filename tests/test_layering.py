@@ -141,6 +141,7 @@ def connectors_imported(name):
         ("transformers", set()),
         ("atom", {"common", "tier"}),
         ("vllm", {"common", "multi", "tier"}),
+        ("vllm_offloading", set()),
     ],
 )
 def test_connectors_import_common_parts_and_none_the_other(name, may_import):

@@ -3,6 +3,8 @@
     register()                      called by vLLM in each of its processes, whether a connector is used or not
     CPUPrefixCacheConnector         imported from `connector.vllm` when vLLM needs it
     CPUPrefixCacheMultiConnector    imported from `connector.vllm.multi`
+    AdaptivePolicy and others       imported from `connector.vllm_offloading`, for vLLM's own OffloadingConnector, which
+                                    is given the name of this module
 
 Another module named `connector` that comes first in sys.path, as one in the folder from which `python -m` was started,
 hides the package. This one has a name that nobody else uses, so it can be found, and name the package in the way.
@@ -16,10 +18,11 @@ from typing import Any
 
 from cpu_prefix_cache import ConfigurationError
 
-MODULES = {
+CONNECTORS = {
     "CPUPrefixCacheConnector": "connector.vllm",
     "CPUPrefixCacheMultiConnector": "connector.vllm.multi",
 }
+MODULES = {**CONNECTORS, **dict.fromkeys(("AdaptivePolicy", "ArcPolicy", "LruPolicy"), "connector.vllm_offloading")}
 CONNECTOR = Path(__file__).resolve().parents[1] / "connector" / "__init__.py"
 
 
@@ -27,7 +30,7 @@ def register() -> None:
     """Give vLLM the connectors' names. A second call changes nothing: vLLM makes one at times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in MODULES:
+    for name in CONNECTORS:
         with suppress(ValueError):  # that the name is known
             KVConnectorFactory.register_connector(name, __name__, name)
 
