@@ -36,6 +36,8 @@ USED = {
     "vllm/v1/core/sched/output.py": ["SchedulerOutput"],
     "vllm/v1/outputs.py": ["KVConnectorOutput"],
     "vllm/v1/request.py": ["Request", "RequestStatus"],
+    "vllm/v1/kv_offload/base.py": ["ReqContext"],
+    "vllm/v1/kv_offload/cpu/policies/base.py": ["CachePolicy"],
     "vllm/v1/kv_cache_interface.py": [
         "KVCacheConfig",
         "KVCacheGroupSpec",
