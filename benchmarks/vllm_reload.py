@@ -115,6 +115,10 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "simple-eager": (SIMPLE, {}),
     "offloading": (OFFLOADING, {}),
     "offloading-arc": (OFFLOADING, {"eviction_policy": "arc"}),
+    "offloading-adaptive": (
+        OFFLOADING,
+        {"eviction_policy": "AdaptivePolicy", "cache_policy_module_path": "cpu_prefix_cache_vllm"},
+    ),
 }
 
 

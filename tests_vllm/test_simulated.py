@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 BLOCK_TOKENS = 64
-KINDS = ("ours-lazy", "ours-eager", "simple-lazy", "simple-eager", "offloading", "none")
+KINDS = ("ours-lazy", "ours-eager", "simple-lazy", "simple-eager", "offloading", "offloading-adaptive", "none")
 
 
 @pytest.fixture
