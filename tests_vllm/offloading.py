@@ -1,13 +1,11 @@
 """vLLM's own CPU offloading manager with a policy, and requests whose keys it gets as from vLLM's scheduler."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from connector.vllm_offloading.policy import PrefixPolicy
-from cpu_prefix_cache.tools.replay.traces import Trace
 
 OURS = "cpu_prefix_cache_vllm"
 BLOCK = 16
@@ -87,37 +85,3 @@ def serve(manager: CPUOffloadingManager, text: str) -> str | None:
     left = prompt.store(hit) if hit < len(text) else ""
     prompt.end()
     return left
-
-
-def hit_blocks(trace: Trace, manager: CPUOffloadingManager, step_blocks: int) -> int:
-    """Blocks of the trace that the manager finds, if requests come one after the other and each is computed in steps of
-    so many blocks.
-    """
-    now = [0.0]
-    if isinstance(manager._policy, PrefixPolicy):
-        manager._policy.clock = lambda: now[0]
-    found = 0
-    for number, request in enumerate(trace.requests):
-        now[0] = request.now
-        keys = [make_offload_key(each, 0) for each in request.keys]
-        context = ReqContext(str(number))
-        for at, each in enumerate(keys, 1):
-            context.set_offload_key_position(each, at * trace.block_tokens)
-        manager.on_new_request(context)
-        found += serve_keys(manager, context, keys, step_blocks)
-        manager.on_request_finished(context)
-    return found
-
-
-def serve_keys(manager: CPUOffloadingManager, context: ReqContext, keys: Sequence[OffloadKey], step_blocks: int) -> int:
-    hit = 0
-    while hit < len(keys) and manager.lookup(keys[hit], context) is LookupResult.HIT:
-        hit += 1
-    if hit:
-        manager.prepare_load(keys[:hit], context)
-        manager.complete_load(keys[:hit], context)
-    for start in range(hit, len(keys), step_blocks):
-        stored = manager.prepare_store(keys[start : start + step_blocks], context)
-        if stored is not None:
-            manager.complete_store(stored.keys_to_store, context)
-    return hit

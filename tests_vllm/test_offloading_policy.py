@@ -16,13 +16,14 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 import cpu_prefix_cache_vllm
+from benchmarks.vllm_policies import hit_blocks
 from connector.vllm_offloading import AdaptivePolicy, interface
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.tools.replay.tiers import HostTier
 from cpu_prefix_cache.tools.replay.traces import read_traces
-from tests_vllm.offloading import ADAPTIVE, ARC, LRU, OURS, POLICIES, Prompt, hit_blocks, key, managed, policy_of, serve
+from tests_vllm.offloading import ADAPTIVE, ARC, LRU, OURS, POLICIES, Prompt, key, managed, policy_of, serve
 
 CAPACITY = 800  # chunks
 
@@ -179,10 +180,22 @@ def test_loose_chunks_are_placed_when_the_gap_above_them_is_filled():
     manager.prepare_store(writing.chunks(), writing.context)
     beside.store(2)
     manager.complete_store(writing.chunks(), writing.context, success=False)
-    assert policy_of(manager)._kept.num_loose == 2
+    assert policy_of(manager).num_loose == 2
     assert Prompt(manager, "abcd").store() == ""
-    assert policy_of(manager)._kept.num_loose == 0
+    assert policy_of(manager).num_loose == 0
     assert Prompt(manager, "abcd").hit == 4
+
+
+def test_loose_chunks_are_placed_when_a_request_hits_them():
+    manager = managed(6)
+    writing = Prompt(manager, "ab")
+    manager.prepare_store(writing.chunks(), writing.context)
+    Prompt(manager, "abcd").store(2)
+    manager.complete_store(writing.chunks(), writing.context, success=False)
+    serve(manager, "ab")
+    assert policy_of(manager).num_loose == 2
+    serve(manager, "abcd")
+    assert policy_of(manager).num_loose == 0
 
 
 @every_policy
@@ -248,7 +261,7 @@ def test_a_chunk_whose_prefix_is_gone_leaves_first():
     running.store(0, 2)
     assert serve(manager, "wxyz") == "ba"
     assert running.store(2, 3) == "z"
-    assert policy_of(manager)._kept.num_loose == 1
+    assert policy_of(manager).num_loose == 1
     assert serve(manager, "v") == "c"
 
 
@@ -267,7 +280,7 @@ def test_declined_chunks_leave_before_anything_that_is_wanted(monkeypatch):
     pool = policy_of(manager)._kept._pool
     monkeypatch.setattr(pool, "choose", lambda parent, keys: SimpleNamespace(accepted=0))
     assert [serve(manager, text) for text in ("m", "n", "op")] == ["d", "m", "nc"]
-    assert policy_of(manager)._kept.num_loose == 2
+    assert policy_of(manager).num_loose == 2
     assert Prompt(manager, "op").hit == 2  # while it is here
 
 
@@ -283,7 +296,7 @@ def test_a_boundary_has_the_chunks_of_all_groups_and_victims_are_as_many_as_want
     assert prompt.store() == ""
     assert serve(manager, "xyz") == "b"  # of one group; that of the other is loose
     policy_of(manager).check_valid()
-    assert policy_of(manager)._kept.num_loose == 1
+    assert policy_of(manager).num_loose == 1
     assert serve(manager, "v") == "b"
 
 
@@ -295,8 +308,19 @@ def test_a_boundary_without_one_of_its_chunks_is_completed_in_place():
     manager.complete_store(stored.keys_to_store, prompt.context)
     assert prompt.store() == ""
     policy_of(manager).check_valid()
-    assert policy_of(manager)._kept.num_loose == 0
+    assert policy_of(manager).num_loose == 0
     assert all(manager.lookup(each, prompt.context) is LookupResult.HIT for each in prompt.chunks())
+
+
+def test_a_failed_chunk_of_one_group_leaves_those_of_the_others():
+    manager = managed(2)
+    serve(manager, "a")
+    prompt = Prompt(manager, "a", groups=2)
+    stored = manager.prepare_store(prompt.chunks(), prompt.context)
+    manager.complete_store(stored.keys_to_store, prompt.context, success=False)
+    policy_of(manager).check_valid()
+    assert Prompt(manager, "a").hit == 1
+    assert Prompt(manager, "xy").store() == "a"  # which nothing uses any more
 
 
 def test_a_release_that_names_the_request_of_each_chunk_is_served_as_well():
@@ -309,7 +333,7 @@ def test_a_release_that_names_the_request_of_each_chunk_is_served_as_well():
     policy.insert(only, SimpleNamespace(ref_cnt=-1, chunk_id=0), prompt.context)
     policy.check_valid()
     assert policy.get(only).chunk_id == 0
-    assert policy._kept.num_loose == 0
+    assert policy.num_loose == 0
 
 
 # Hits
@@ -342,15 +366,17 @@ def replayed(trace, policy):
 def test_hits_are_those_of_a_replay_of_the_policy(trace, policy, name):
     """Within .3 points, and LRU to the block, where a step computes a fiftieth of what fits."""
     manager = managed(CAPACITY, policy)
-    found, meant = hit_blocks(trace, manager, step_blocks=CAPACITY // 50), replayed(trace, name)
+    found, loose = hit_blocks(trace, manager, step_blocks=CAPACITY // 50)
+    meant = replayed(trace, name)
     policy_of(manager).check_valid()
+    assert loose <= CAPACITY // 50
     assert abs(found - meant) <= (0 if name == "lru" else 0.003 * trace.blocks)
 
 
 def test_their_own_policies_find_less(trace):
     """So the hits are not those of any policy."""
     for theirs in ("lru", "arc"):
-        found = hit_blocks(trace, managed(CAPACITY, theirs), step_blocks=CAPACITY // 50)
+        found, _ = hit_blocks(trace, managed(CAPACITY, theirs), step_blocks=CAPACITY // 50)
         assert found < replayed(trace, "adaptive") - 0.02 * trace.blocks
 
 

@@ -93,6 +93,11 @@ class PrefixPolicy(CachePolicy):
         self._coming.clear()
         self._resets += 1
 
+    @property
+    def num_loose(self) -> int:
+        """How many chunks are here although they stand nowhere."""
+        return self._kept.num_loose
+
     def check_valid(self) -> None:
         """Assert every rule that is kept here. For tests."""
         self._kept.check_valid()
