@@ -11,17 +11,15 @@ and moves between them only here:
     insert         (none) -> placed     the policy has accepted it, and the boundary above it is placed
     insert         (none) -> loose      declined, or without the boundary above it
     offer          loose -> placed      a request has it again, and the policy accepts it now
-    remove, evict  placed -> loose      of a boundary that left, what vLLM did not ask for; with a boundary that failed
-                                        to be stored, all below it
-    evict          loose -> (none)      while that is enough
-    evict          placed -> (none)
+    remove         placed -> loose      all that stands below a boundary whose store failed
+    evict          placed -> loose      when there are too few loose ones
+    evict          loose -> (none)
 
 What vLLM stores against the policy's decision takes the room of loose chunks, and that of others only where there are
 too few of these. So in the long run as many blocks are loose as a step has declined at most, and the policy disposes of
 the others as `replay` shows it.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -61,7 +59,7 @@ class Kept:
     def __init__(self, capacity: int, policy: str) -> None:
         self._capacity = capacity
         self.chunks: dict[bytes, Any] = {}
-        self._loose: OrderedDict[bytes, None] = OrderedDict()
+        self._loose: dict[bytes, None] = {}
         self._boundaries: dict[int, Boundary] = {}  # placed ones, by node
         self._node: dict[bytes, int] = {}  # of placed chunks, by key
         self._pool = BlockPool(max(1, capacity), policy)
@@ -91,6 +89,7 @@ class Kept:
         wanted = list(takewhile(lambda at: at in coming or self._is_loose(use, at), range(start, len(hashes))))
         self._above = hashes[start - 1] if start else None
         self._wanted.clear()
+        self._give_back()
         if wanted:
             parent = self._pool.find(self._above) if self._above is not None else self._pool.root
             run = hashes[start : start + len(wanted)]
@@ -198,6 +197,7 @@ class Kept:
 
     def evict(self, count: int, protected: Collection[bytes]) -> list[tuple[bytes, Any]] | None:
         """Let exactly so many chunks leave, none of them protected or in use. None, and no change, for fewer."""
+        self._give_back()
         idle = (key for key in self._loose if not self.chunks[key].ref_cnt and key not in protected)
         victims = list(islice(idle, count))
         short = count - len(victims)
@@ -208,14 +208,11 @@ class Kept:
         return [(key, self.chunks.pop(key)) for key in victims]
 
     def _make_loose(self, short: int, protected: Collection[bytes], victims: list[bytes]) -> bool:
-        """Let placed chunks become loose, the oldest of all, and add the first `short` of them to the victims. Whether
-        there are so many.
-        """
+        """Let placed chunks become loose, and the first `short` of them victims. Whether there are so many."""
         pin = self._pool.pin(*self._ends(protected))
         try:
             if not self._has(short):
                 return False
-            self._give_back()
             wanted = [each for each in self._wanted if self._pool.find(each) is None]
             self._taken = dict(zip(wanted, self._pool.take(len(wanted), wanted), strict=False))
             short -= self._left(short, victims)
@@ -252,14 +249,11 @@ class Kept:
         return False
 
     def _left(self, short: int, victims: list[bytes]) -> int:
-        """Boundaries have left the pool. Their chunks become loose, as the oldest of all, and the first `short` of them
-        victims. The number of these chunks.
-        """
+        """Boundaries have left the pool: their chunks are loose now, the first `short` of them victims. Their number."""
         left = [key for node in self._pool.take_departed().values() for key in self._boundaries.pop(node).chunks]
         for key in left:
             del self._node[key]
             self._loose[key] = None
-            self._loose.move_to_end(key, last=False)
         victims += left[: max(0, short)]
         return len(left)
 
@@ -286,6 +280,7 @@ class Kept:
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(chunks)."""
         self._pool.check_valid()
+        assert not self._pool.take_departed(), "a boundary left unnoticed"
         placed = {key: node for node, boundary in self._boundaries.items() for key in boundary.chunks}
         assert placed == self._node, "placed chunks are in the wrong place"
         assert self._loose.keys() | placed.keys() == self.chunks.keys(), "a chunk is neither placed nor loose"
