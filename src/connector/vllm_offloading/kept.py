@@ -249,7 +249,7 @@ class Kept:
         return False
 
     def _left(self, short: int, victims: list[bytes]) -> int:
-        """Boundaries have left the pool: their chunks are loose now, the first `short` of them victims. Their number."""
+        """Boundaries have left the pool: their chunks are loose, the first `short` of them victims. Their number."""
         left = [key for node in self._pool.take_departed().values() for key in self._boundaries.pop(node).chunks]
         for key in left:
             del self._node[key]
