@@ -52,11 +52,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -110,6 +112,12 @@ def window(tokens: int, layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec
     return _group("window", layers, SlidingWindowSpec(**HEADS | dict(block_size=block), sliding_window=tokens))
 
 
+def replayed(tokens: int, layers: int = 1, block: int = BLOCK) -> KVCacheGroupSpec:
+    """A window that vLLM does not cache, but computes again after each hit. There are none before 0.31."""
+    heads = HEADS | dict(num_kv_heads=1, block_size=block)
+    return _group("replayed", layers, SlidingWindowMLASpec(**heads, sliding_window=tokens, bounded_replay=True))
+
+
 def local(tokens: int, layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     """Every token sees those of its own local chunk of `tokens`."""
     heads = HEADS | dict(block_size=block)
@@ -138,21 +146,22 @@ def vllm_config(
     max_requests: int = 8,
     connector: str = "CPUPrefixCacheConnector",
     module: str = "connector.vllm",
+    max_model_len: int = MAX_MODEL_LEN,
     **extra: object,
 ) -> VllmConfig:
     """The configuration of a two-layer Llama that nobody loads."""
     model = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=64)
     model |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000)
-    model |= dict(max_position_embeddings=MAX_MODEL_LEN)
+    model |= dict(max_position_embeddings=max_model_len)
     (folder / "config.json").write_text(json.dumps(model))
     return VllmConfig(
         model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_requests,
             max_num_batched_tokens=step_tokens,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
         ),
@@ -195,8 +204,12 @@ class AttentionGroup:
         """Whether a block holds this. It may hold more, of whoever it was copied from."""
         return isinstance(content, tuple) and content[: len(pattern)] == pattern
 
-    def reads(self, start: int) -> Iterator[tuple[int, int]]:
-        """The blocks that token `start` sees of the tokens before it."""
+    def begins(self, start: int, hit: int) -> int:
+        """The token from which on a step writes that goes on at token `start` after a hit of `hit` tokens."""
+        return max(start, hit)
+
+    def reads(self, start: int, since: int = 0) -> Iterator[tuple[int, int]]:
+        """The blocks that token `start` sees of the tokens before it. Windows that are replayed begin with `since`."""
         first = self._first_seen(start)
         if first < start:
             yield from self._blocks(first, start)
@@ -217,6 +230,32 @@ class AttentionGroup:
             yield at, min((at + 1) * self.block, stop)
 
 
+class ReplayedGroup(AttentionGroup):
+    """A window that is computed again after a hit."""
+
+    @property
+    def tokens(self) -> int:
+        return self._spec.sliding_window
+
+    def begins(self, start: int, hit: int) -> int:
+        return start
+
+    def reads(self, start: int, since: int = 0) -> Iterator[tuple[int, int]]:
+        first = max(since, self._first_seen(start))
+        if first < start:
+            yield from self._blocks(first, start)
+
+
+class RingGroup(AttentionGroup):
+    """Scratch in one block, of which nothing is cached."""
+
+    def reads(self, start: int, since: int = 0) -> Iterator[tuple[int, int]]:
+        return iter(())
+
+    def writes(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        yield 0, stop
+
+
 class StateGroup:
     """Recurrent state in align mode: `preprocess_mamba` and the kernels of vLLM's worker."""
 
@@ -231,7 +270,10 @@ class StateGroup:
     def holds(self, content: object, pattern: Sequence[object]) -> bool:
         return content == pattern
 
-    def reads(self, start: int) -> Iterator[tuple[int, int]]:
+    def begins(self, start: int, hit: int) -> int:
+        return start
+
+    def reads(self, start: int, since: int = 0) -> Iterator[tuple[int, int]]:
         if start:
             yield (start - 1) // self.block, start
 
@@ -252,6 +294,14 @@ class StateGroup:
         self._running.pop(id, None)
 
 
+def _group_of(at: int, spec: object, block: int) -> AttentionGroup | StateGroup:
+    if isinstance(spec, MambaSpec):
+        return StateGroup(at, block)
+    if isinstance(spec, CircularBufferSpec):
+        return RingGroup(at, spec, block)
+    return AttentionGroup(at, spec, block) if spec.prefix_cacheable else ReplayedGroup(at, spec, block)
+
+
 class FakeModel:
     """Tokens and block tables as the workers know them, and the forward pass.
 
@@ -260,24 +310,25 @@ class FakeModel:
 
     def __init__(self, specs: Sequence[object], blocks: Sequence[int], hash_tokens: int) -> None:
         """`blocks` are the tokens that a block of each group covers."""
-        self.groups = [
-            StateGroup(at, block) if isinstance(spec, MambaSpec) else AttentionGroup(at, spec, block)
-            for at, (spec, block) in enumerate(zip(specs, blocks, strict=True))
-        ]
+        self.groups = [_group_of(at, spec, block) for at, (spec, block) in enumerate(zip(specs, blocks, strict=True))]
+        self._replayed = max((group.tokens for group in self.groups if isinstance(group, ReplayedGroup)), default=0)
+        self.cached = [group for group, spec in zip(self.groups, specs, strict=True) if spec.prefix_cacheable]
         self._states = [group for group in self.groups if isinstance(group, StateGroup)]
         self._attention = [group for group in self.groups if isinstance(group, AttentionGroup)]
         self._unit = hash_tokens
         self.tokens: dict[str, list[int]] = {}
+        self._requests: dict[str, Request] = {}
         self._chain: dict[str, list[int]] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._named: dict[bytes, tuple[object, bytes | None]] = {}  # hash -> the prefix that ends with it, and the last
 
     def begin(self, request: Request) -> None:
+        self._requests[request.request_id] = request
         self.tokens[request.request_id] = list(request.prompt_token_ids)
         self._chain[request.request_id] = [0]
 
     def end(self, id: str) -> None:
-        del self.tokens[id], self._chain[id]
+        del self.tokens[id], self._chain[id], self._requests[id]
 
     def prefix(self, id: str, end: int) -> object:
         tokens = self.tokens[id]
@@ -333,7 +384,7 @@ class FakeModel:
         self._move_states(steps, devices)
         for id, start, stop in steps:
             for group in self._attention:
-                self.check(id, group, start, self._tables[id], devices)
+                self.check(id, group, self._begins(id, group, start), self._tables[id], devices)
             self._write(id, start, stop, devices)
         return {id: self._sample(id, stop) for id, _, stop in steps}
 
@@ -348,12 +399,21 @@ class FakeModel:
     ) -> None:
         """A request can go on at token `start`, as far as one group is concerned."""
         table = tables[group.at]
-        for at, end in group.reads(start):
+        for at, end in group.reads(start, self._since(id)):
             assert table[at] != NULL, f"{id} needs block {at} of group {group.at} for token {start}, and it is null"
             right = self.pattern(id, group, end)
             for device in devices:
                 whole = group.holds(device.get(table[at]), right)
                 assert whole, f"{id} {what} before token {end} in group {group.at}"
+
+    def _since(self, id: str) -> int:
+        """The token from which on a request has computed windows again that vLLM does not cache."""
+        return self._requests[id].replay_start if self._replayed else 0
+
+    def _begins(self, id: str, group: AttentionGroup | StateGroup, start: int) -> int:
+        """Where a step begins to write. What vLLM replays, other groups have already."""
+        since = self._since(id)
+        return group.begins(start, since + self._replayed if since else 0)
 
     def _begin_step(self, output: object) -> list[tuple[str, int, int]]:
         """Update the tables as a worker does. Which tokens of which request are computed."""
@@ -377,7 +437,7 @@ class FakeModel:
 
     def _check_held(self, id: str, start: int, held: Sequence[Sequence[int]]) -> None:
         for group in self.groups:
-            for at, _ in group.reads(start):
+            for at, _ in group.reads(self._begins(id, group, start), self._since(id)):
                 here, there = self._tables[id][group.at][at], held[group.at][at]
                 assert here == there, f"{id} reads block {here} of group {group.at}, and has {there}"
 
@@ -396,7 +456,7 @@ class FakeModel:
     def _write(self, id: str, start: int, stop: int, devices: Sequence[Device]) -> None:
         for group in self.groups:
             table = self._tables[id][group.at]
-            for at, end in group.writes(start, stop):
+            for at, end in group.writes(self._begins(id, group, start), stop):
                 assert table[at] != NULL, f"{id} has no block {at} in group {group.at} to write to"
                 pattern = self.pattern(id, group, end)
                 for device in devices:
@@ -645,7 +705,8 @@ class Stood(NamedTuple):
 class Engine:
     """An engine whose scheduler, block pool and connector are real. `counts` is what has happened in it.
 
-    `groups` is the model: by default one group of full attention. `retention` is vLLM's: how many tokens lie
+    `groups` is the model: by default one group of full attention; or `caches` has groups, and how many bytes a page of
+    each layer takes. `retention` is vLLM's: how many tokens lie
     between the boundaries at which it keeps windows and states on the device; 0 is its default, the last boundary of
     each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
     blocks are. `context_parallel` of the ranks divide the tokens of full attention and MLA among them: a pattern then
@@ -658,6 +719,7 @@ class Engine:
         folder: Path,
         *,
         groups: Sequence[KVCacheGroupSpec] | None = None,
+        caches: KVCacheConfig | None = None,
         retention: int | None = 0,
         match_unit: int | None = None,
         device_blocks: int = 48,
@@ -680,7 +742,8 @@ class Engine:
         init_none_hash(sha256)
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        caches = one_group(device_blocks)
+        if caches is None:
+            caches = one_group(device_blocks)
         if groups is not None:
             caches = KVCacheConfig(device_blocks, [], list(groups), retention)
         options = {"reset": "with_connector"} | options  # what only empties the device is not to end the host, too
@@ -832,7 +895,7 @@ class Engine:
     def on_device(self, tokens: list[int]) -> list[list[int]]:
         """Which blocks of a prompt the device has, group by group."""
         hashes, found = self.hashes(tokens), []
-        for group in self.model.groups:
+        for group in self.model.cached:
             each = group.block // self.hash_tokens
             names = hashes[each - 1 :: each]
             found.append([at for at, name in enumerate(names) if self.pool.get_cached_block(name, [group.at])])
@@ -953,7 +1016,8 @@ class Engine:
         assert copies, "a load without destinations went well"
         loaded = {self.half._group_ids[copy.group]: sorted(copy.device_blocks) for copy in copies}
         devices = [rank.device for rank in self.ranks]
-        for group, table in zip(self.model.groups, tables, strict=True):
+        for group in self.model.cached:
+            table = tables[group.at]
             wanted = sorted(table[at] for at, _ in group.reads(boundary) if at * group.block >= n0)
             assert loaded.get(group.at, []) == wanted, f"{id} was loaded into wrong blocks of group {group.at}"
             self.model.check(id, group, boundary, tables, devices, "was loaded with wrong bytes")

@@ -19,8 +19,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -28,6 +26,7 @@ from connector.vllm import groups as groups_module
 from connector.vllm.groups import device_blocks_per_chunk, planned_group_ids, planner_for
 from connector.vllm.keys import ChunkKeys
 from cpu_prefix_cache import ConfigurationError, Miss
+from tests_vllm.deepseek import v4_flash
 from tests_vllm.engine import Engine, full, local, state, vllm_config, window
 from tests_vllm.planning import get_kv_cache_groups
 from tests_vllm.test_groups import forget, start  # noqa: F401 a fixture
@@ -99,16 +98,7 @@ def test_models_whose_layers_keep_different_amounts_for_a_token(tmp_path, name):
 
 def test_deepseek_v4_has_blocks_of_4_to_256_tokens(tmp_path):
     """Compressed latents, windows of raw ones, and what its compressors still need, in one memory, block by block."""
-    rows = dict(num_kv_heads=1, max_tp_shards=1, alignment=576)
-    latent = dict(rows, head_size=512, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", model_version="deepseek_v4")
-    latent |= dict(state_content_bytes=584)
-    by_4 = MLAAttentionSpec(**latent, block_size=256, tokens_per_state=4)
-    by_128 = MLAAttentionSpec(**latent, block_size=256, tokens_per_state=128)
-    raw = SlidingWindowMLASpec(**latent, block_size=64, sliding_window=128)
-    open_4 = SlidingWindowMLASpec(**rows, block_size=4, head_size=2048, dtype=torch.float32, sliding_window=8)
-    open_128 = SlidingWindowMLASpec(**rows, block_size=8, head_size=1024, dtype=torch.float32, sliding_window=128)
-    specs = layers(raw=[raw] * 4, by_4=[by_4] * 2, by_128=[by_128] * 2, open_4=[open_4] * 2, open_128=[open_128] * 2)
-    config, caches = made_by_vllm(tmp_path, specs, block_outermost=True)
+    config, caches = made_by_vllm(tmp_path, v4_flash(), block_outermost=True)
     planner = planner_for(config, caches)
     assert (planner.grid_tokens, resolve_kv_cache_block_sizes(caches, config)[1]) == (256, 4)
     assert {group.block_tokens for group in planner.groups} == {4, 8, 64, 256}
@@ -161,15 +151,6 @@ def test_vllm_resumes_from_wrong_states_that_are_further_apart_than_the_shortest
     engine.run(list(range(101)))
     with pytest.raises(AssertionError, match="reads wrong KV before token 48"):
         engine.run(list(range(60)))
-
-
-def test_windows_that_vllm_rebuilds_are_refused(tmp_path):
-    heads = dict(num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    latent = MLAAttentionSpec(**heads, block_size=16)
-    rebuilt = SlidingWindowMLASpec(**heads, block_size=16, sliding_window=128, bounded_replay=True)
-    config, caches = made_by_vllm(tmp_path, layers(latent=[latent] * 2, window=[rebuilt] * 2))
-    with pytest.raises(ConfigurationError, match=r"computes again after each hit \(bounded_replay\) are not supported"):
-        planner_for(config, caches)
 
 
 def test_a_group_that_vllm_rebuilds_is_left_out(tmp_path):

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -155,6 +156,31 @@ def test_layers_of_different_sizes_in_one_group(tmp_path, model, layout):
     assert [piece.host_blocks for piece in there.planner.pieces] == [piece.host_blocks for piece in here.planner.pieces]
     blocks = check_round_trip(config, scheduled, caches)
     assert blocks == there.host_bytes // there.planner.host_block_bytes  # none that nobody hands out
+
+
+@pytest.mark.skipif(
+    "bounded_replay" not in SlidingWindowMLASpec.__dataclass_fields__, reason="vLLM replays windows from 0.31 on"
+)
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_windows_that_vllm_computes_again_are_not_copied(tmp_path, layout):
+    seen = SlidingWindowMLASpec(
+        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, sliding_window=32, bounded_replay=True
+    )
+    model = repeated(attn=latent(576), seen=seen)
+    config, scheduled, (caches,) = configure(tmp_path, [model], layout)
+    planner = Settings.of(config, scheduled).planner
+    tensors = tensors_of(caches)
+    windows = {name: rows.clone() for name, rows in tensors.items() if name.startswith("seen")}
+    worker = WorkerHalf(Settings.of(config, caches), config, caches)
+    worker.register_kv_caches(tensors)
+    latents = [rows for name, rows in tensors.items() if name not in windows]
+    for one in latents:
+        one[20] = 99
+    assert copied(worker, planner, Direction.STORE, 1)
+    assert copied(worker, planner, Direction.LOAD, 20)
+    assert all(torch.equal(one[1], one[20]) for one in latents)
+    assert len(windows) == 3 and all(torch.equal(tensors[name], rows) for name, rows in windows.items())
+    worker.close()
 
 
 def test_layers_of_different_kinds_in_one_group_are_refused_at_once(tmp_path):

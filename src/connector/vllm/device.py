@@ -43,7 +43,8 @@ class VllmDevice(Device):
 
     vLLM gives a block its hash when it allocates it, before the step that computes it. `unwritten` returns the hashes
     of blocks that the step being scheduled will compute: a block in use is not found by such a hash. Where one step
-    `overlaps` the next, vLLM frees blocks when the steps that use them have ended (`defer_block_free`).
+    `overlaps` the next, vLLM frees blocks when the steps that use them have ended (`defer_block_free`); but not those
+    that a window has passed.
     """
 
     def __init__(

@@ -3,6 +3,11 @@
 The kind follows from the exact type of a layer's spec. A subclass may keep its blocks differently, so an unknown type
 raises ConfigurationError with its name. Bytes are counted without padding, as `tensors.py` finds them.
 
+Groups that vLLM itself does not cache are left out (its `prefix_cacheable_group_ids` names the others):
+
+    scratch             a block of its own for each request, which vLLM fills anew
+    replayed windows    after a hit vLLM computes their tokens again, and leaves alone what other groups have of these
+
 Scheduler and ranks must compute the same host blocks, but the scheduler knows less about the layers:
 
     a group whose layers differ in size        the scheduler has the spec of its first layer only
@@ -126,9 +131,18 @@ def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
 
 
 def device_blocks_per_chunk(planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> int:
-    """The most blocks that vLLM allocates for the tokens of a chunk. A group that keeps nothing counts as one block."""
-    rebuilt = len(kv_cache_config.kv_cache_groups) - len(planner.groups)
-    return rebuilt + sum(planner.grid_tokens // group.block_tokens for group in planner.groups)
+    """The most blocks that vLLM allocates for the tokens of a chunk: of scratch one."""
+    groups = kv_cache_config.kv_cache_groups
+    lengths = [group.kv_cache_spec.block_size for group in groups if _one_kind(group) is not None or _replayed(group)]
+    return len(groups) - len(lengths) + sum(planner.grid_tokens // length for length in lengths)
+
+
+def replayed_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """How many tokens vLLM computes again at the end of a hit, to rebuild windows that it does not cache.
+
+    It leaves alone what other groups have of these tokens, and computes hits of no more tokens from the beginning.
+    """
+    return max(map(_replayed, kv_cache_config.kv_cache_groups), default=0)
 
 
 def layer_pages(kv_cache_config: KVCacheConfig) -> dict[str, int]:
@@ -211,6 +225,10 @@ def _one_kind(group: KVCacheGroupSpec) -> type[Group] | None:
     return kind
 
 
+def _replayed(group: KVCacheGroupSpec) -> int:
+    return max(map(versions.replayed_tokens, _specs(group)))
+
+
 def _specs(group: KVCacheGroupSpec) -> Collection[KVCacheSpec]:
     spec = group.kv_cache_spec
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
@@ -237,10 +255,8 @@ def _state(spec: Any) -> Kept:
 
 
 def _window(spec: Any, **more: Any) -> Kept:
-    if versions.is_replayed(spec):
-        raise ConfigurationError(
-            "sliding windows that vLLM computes again after each hit (bounded_replay) are not supported"
-        )
+    if versions.replayed_tokens(spec):
+        return None, {}
     return WindowGroup, {"window_tokens": spec.sliding_window, "extra_tokens": spec.extra_retained_tokens, **more}
 
 

@@ -18,6 +18,7 @@ class Known:
     request: Request
     on_device: int  # tokens, at the last lookup
     is_admitted: bool = False
+    resumed: int = 0  # tokens that it had, or was to load, when it was admitted
     remembered: int = 0  # chunks that were passed to `device.remember` since it was admitted
     load_failed: bool = False  # it is not loaded again: vLLM may never find the blocks
 
@@ -50,8 +51,9 @@ class KnownRequests:
         self._awaited.add(request.request_id)
         return known
 
-    def admitted(self, id: Hashable) -> None:
-        self._known[id].is_admitted = True
+    def admitted(self, id: Hashable, resumed: int) -> None:
+        known = self._known[id]
+        known.is_admitted, known.resumed = True, resumed
         self._awaited.discard(id)
 
     def preempted(self, id: Hashable) -> None:

@@ -77,7 +77,8 @@ class SchedulerHalf:
             self._unwritten_hashes,
             settings.hashes_per_chunk,
             is_alone=is_alone,
-            overlaps=settings.overlaps and versions.defers_frees(),
+            # Blocks that a window has passed are free while a step under way still has them in its table.
+            overlaps=settings.overlaps and versions.defers_frees() and not settings.replayed_tokens,
         )
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
@@ -94,6 +95,7 @@ class SchedulerHalf:
         self._group_ids = settings.group_ids
         self._grid = settings.planner.grid_tokens
         self._hashes_per_chunk = settings.hashes_per_chunk
+        self._replayed_tokens = settings.replayed_tokens
         self._hash_tokens = self._grid // settings.hashes_per_chunk
         self._requests = KnownRequests()
         self._step = _Step()
@@ -115,14 +117,25 @@ class SchedulerHalf:
         self._resets.follow()
         known = self._requests.looked_up(request, num_computed_tokens)
         self._adapters.look(request.request_id, request.lora_request)
-        if known.load_failed or not self._may_load(request):
-            return 0, False
-        answer = self.cache.lookup(self._request(request), num_computed_tokens, self.clock())
-        if isinstance(answer, Pending):
+        boundary = self._boundary(known)
+        if boundary is None:
             return None, False
-        if isinstance(answer, Hit) and answer.start == num_computed_tokens:  # others may read the blocks before it
-            return answer.boundary - num_computed_tokens, True
-        return 0, False
+        if boundary <= self._replayed_tokens:  # vLLM computes all of it
+            known.on_device = 0
+            return 0, False
+        return boundary - num_computed_tokens, boundary > num_computed_tokens
+
+    def _boundary(self, known: Known) -> int | None:
+        """The token up to which a request has KV on the device, or can load it. None: ask again later."""
+        request, n0 = known.request, known.on_device
+        if known.load_failed or not self._may_load(request):
+            return n0
+        answer = self.cache.lookup(self._request(request), n0, self.clock())
+        if isinstance(answer, Pending):
+            return None
+        if isinstance(answer, Hit) and answer.start == n0:  # others may read the blocks before it
+            return answer.boundary
+        return n0
 
     def _may_load(self, request: EngineRequest) -> bool:
         return _may_be_loaded(request) and self._adapters.are_same(request.request_id, request.lora_request)
@@ -145,7 +158,7 @@ class SchedulerHalf:
         lease = self.cache.reserve(ours, boundary, n0) if num_external_tokens else None
         if known.is_admitted:
             self._admitted_again(id)
-        self._requests.admitted(id)
+        self._requests.admitted(id, boundary)
         self._remember(known, n0)
         new = self._blocks_behind(tables, n0) if self._planner.has_checkpoints else ()
         with self.device.hiding(frozenset(new)):
@@ -325,9 +338,10 @@ class SchedulerHalf:
     def _filled_by(self, output: SchedulerOutput) -> Iterator[bytes]:
         """The hashes of the blocks that this step fills."""
         for id, num_tokens in output.num_scheduled_tokens.items():
-            request = self._requests.of(id).request
-            before = request.num_computed_tokens
-            yield from request.block_hashes[before // self._hash_tokens : (before + num_tokens) // self._hash_tokens]
+            known = self._requests.of(id)
+            request, stop = known.request, known.request.num_computed_tokens + num_tokens
+            before = max(request.num_computed_tokens, known.resumed)  # what vLLM replays is there already
+            yield from request.block_hashes[before // self._hash_tokens : stop // self._hash_tokens]
 
 
 def _may_be_loaded(request: EngineRequest) -> bool:

@@ -19,6 +19,7 @@ from connector.vllm.groups import (
     is_replicated,
     planned_group_ids,
     planner_for,
+    replayed_tokens,
 )
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
@@ -47,6 +48,7 @@ class Settings:
     ranks: int
     is_shared: bool
     hashes_per_chunk: int
+    replayed_tokens: int  # how many tokens at the end of a hit vLLM computes again
     steps: EngineSteps
     overlaps: bool  # whether vLLM schedules a step before the one before has ended
     publishes_events: bool  # whether vLLM publishes KV events
@@ -82,6 +84,7 @@ class Settings:
             ranks=parallel.world_size,
             is_shared=is_shared,
             hashes_per_chunk=hashes,
+            replayed_tokens=replayed_tokens(kv_cache_config),
             steps=_steps(vllm_config, planner, kv_cache_config),
             overlaps=vllm_config.max_concurrent_batches > 1,
             publishes_events=_publishes_events(vllm_config),

@@ -95,9 +95,11 @@ def warn_if_untested() -> None:
         logger.warning("CPUPrefixCacheConnector was tested with vLLM %s; this is %s", RANGE, vllm.__version__)
 
 
-def is_replayed(window: Any) -> bool:
-    """Whether vLLM computes a window again after each hit (`bounded_replay`). Before 0.31 never."""
-    return bool(vars(window).get("bounded_replay", False))
+def replayed_tokens(spec: Any) -> int:
+    """The tokens of a window that vLLM does not cache, but computes again after each hit (`bounded_replay`); of all
+    others 0. Before 0.31 there are none.
+    """
+    return int(spec.sliding_window) if vars(spec).get("bounded_replay", False) else 0
 
 
 def hint_actions(request: Request) -> Sequence[Any]:
