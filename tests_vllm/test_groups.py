@@ -247,6 +247,20 @@ def test_the_third_prompt_with_a_common_beginning_resumes_at_the_branch(start, m
 
 
 @both_modes
+@every_model
+def test_it_does_so_although_the_device_had_forgotten_the_first_before_the_second_came(start, model, offload):
+    """The host alone knows where the second departs, and has vLLM keep windows and states there."""
+    engine = start(model, offload=offload)
+    common = list(range(4 * engine.grid + engine.grid // 2))
+    first, second, third = (common + noise(engine, 2 * engine.grid + 1) for _ in range(3))
+    for prompt in (first, second):
+        engine.run(prompt)
+        forget(engine, prompt)
+    assert resumed(engine, third) == (0, 4 * engine.grid)
+    engine.check_nothing_leaked()
+
+
+@both_modes
 @pytest.mark.parametrize("model", ["window", "windows 8 and 4"])
 def test_a_window_alone_has_a_branch_where_the_device_keeps_every_boundary(start, model, offload):
     engine = start(model, offload=offload, retention=None)

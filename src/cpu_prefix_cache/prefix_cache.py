@@ -239,6 +239,20 @@ class CPUPrefixCache:
         self._work += stop - start
         return running.load.id
 
+    def branch(self, request: Request, end: int) -> int | None:
+        """The token beyond `end` at which `request` departs from an earlier prompt, if it needs a checkpoint there.
+
+        For an engine that decides before it admits a request where steps end; afterwards `boundaries` has this one,
+        too. Changes nothing.
+        """
+        if not self.planner.has_checkpoints:
+            return None
+        depth = self.coordinator.branch(request.keys, end, request.num_tokens, self._is_on_device)
+        return None if depth is None else self.planner.resumable_chunks(depth) * self.planner.grid_tokens
+
+    def _is_on_device(self, key: bytes) -> bool:
+        return self._device.find(key) is not None
+
     def boundaries(self, request_id: Hashable) -> list[int]:
         """Tokens at which the engine should let a step end, so that it has a checkpoint there. Ascending.
 
@@ -276,7 +290,7 @@ class CPUPrefixCache:
                 end,
                 request.num_tokens,
                 self._checkpoint_interval,
-                is_elsewhere=lambda key: self._device.find(key) is not None,
+                is_elsewhere=self._is_on_device,
             )
             self._union_misses += self._is_union_miss(request, end)
         self.pool.missed(request.keys, resumed)

@@ -120,6 +120,7 @@ class SchedulerHalf:
         boundary = self._boundary(known)
         if boundary is None:
             return None, False
+        self._keep_branch(request, boundary)
         if boundary <= self._replayed_tokens:  # vLLM computes all of it
             known.on_device = 0
             return 0, False
@@ -136,6 +137,14 @@ class SchedulerHalf:
         if isinstance(answer, Hit) and answer.start == n0:  # others may read the blocks before it
             return answer.boundary
         return n0
+
+    def _keep_branch(self, request: EngineRequest, boundary: int) -> None:
+        """Have vLLM end a step, and keep windows and states, where the prompt departs from what the host has. By itself
+        it does so only for what the device has.
+        """
+        branch = self.cache.branch(self._request(request), boundary)
+        if branch is not None:
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, branch)
 
     def _may_load(self, request: EngineRequest) -> bool:
         return _may_be_loaded(request) and self._adapters.are_same(request.request_id, request.lora_request)

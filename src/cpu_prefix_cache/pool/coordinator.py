@@ -133,18 +133,31 @@ class KVCacheCoordinator:
         """
         planner, grid = self.planner, self.planner.grid_tokens
         last = min(planner.hittable_chunks(num_tokens), len(keys))
-        here = self.pool.resident_run(keys, end // grid, last)
-        beyond = range(here, last)
-        branch = here + bisect_left(beyond, True, key=lambda at: not is_elsewhere(keys[at]))
         whole = min(planner.full_chunks(num_tokens), len(keys))
+        branch = self._branch(keys, end, last, is_elsewhere)
         wanted = {last, whole, branch}
         if interval is not None:
             wanted.update(map(planner.chunks_to_resume, range(0, last + 1, interval // grid)))
-        return [
-            depth
-            for depth in sorted(wanted)
-            if end < planner.resumable_chunks(depth) * grid < num_tokens and planner.needs_checkpoint(depth)
-        ]
+        return [depth for depth in sorted(wanted) if self._is_worth(depth, end, num_tokens)]
+
+    def branch(
+        self,
+        keys: Sequence[bytes],
+        end: int,
+        num_tokens: int,
+        is_elsewhere: Callable[[bytes], bool] = lambda key: False,
+    ) -> int | None:
+        """The one of `wanted_checkpoints` where the prompt departs from what somebody had before, if there is one."""
+        depth = self._branch(keys, end, min(self.planner.hittable_chunks(num_tokens), len(keys)), is_elsewhere)
+        return depth if self._is_worth(depth, end, num_tokens) else None
+
+    def _branch(self, keys: Sequence[bytes], end: int, last: int, is_elsewhere: Callable[[bytes], bool]) -> int:
+        here = self.pool.resident_run(keys, end // self.planner.grid_tokens, last)
+        return here + bisect_left(range(here, last), True, key=lambda at: not is_elsewhere(keys[at]))
+
+    def _is_worth(self, depth: int, end: int, num_tokens: int) -> bool:
+        resumed = self.planner.resumable_chunks(depth) * self.planner.grid_tokens
+        return end < resumed < num_tokens and self.planner.needs_checkpoint(depth)
 
     def _chunk(self, keys: Sequence[bytes], depth: int) -> int:
         chunk = self.pool.find(keys[depth - 1])
