@@ -389,9 +389,7 @@ class TieredCache(CPUPrefixCache):
     def may_be_named(self, keys: Sequence[bytes]) -> list[bool]:
         """As in CPUPrefixCache. A tier's write that has ended may be put off until the host has evicted the chunk."""
         may, writing = super().may_be_named(keys), self.below.edge.ledger.writing
-        return [
-            each or key in writing or checkpoint_key(key) in writing for key, each in zip(keys, may, strict=True)
-        ]
+        return [each or key in writing or checkpoint_key(key) in writing for key, each in zip(keys, may, strict=True)]
 
     def check_valid(self) -> None:
         super().check_valid()
