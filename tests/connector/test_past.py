@@ -331,3 +331,20 @@ def test_a_closed_cache_has_no_past():
 def test_no_host_memory_is_refused():
     with pytest.raises(ConfigurationError):
         HostPrefixCache(model("llama"), host_bytes=0)
+
+
+def test_padding_is_refused(monkeypatch):
+    monkeypatch.setattr(model("llama").generation_config, "pad_token_id", 7)
+    with cache_of("llama") as cache, pytest.raises(PromptRefused, match="padding"), cache.past([7, 7, 1, 2]):
+        pass
+
+
+def test_a_past_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
+    prompt = document(1, 90)
+    with hit_of("gemma3", prompt) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(Past, "read", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError), cache.past(prompt):
+                pass
+        check_at_rest(cache)
+        assert asked_right(cache, "gemma3", prompt).hit_tokens == 80

@@ -29,7 +29,7 @@ from connector.transformers.identity import longest, named, weights_revision
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
 from connector.transformers.placement import Placement
-from connector.transformers.prompts import PromptRefused, placeholders
+from connector.transformers.prompts import PromptRefused, padding_of, placeholders
 from connector.transformers.steps import copy_all, take_in
 from connector.transformers.versions import warn_if_untested
 from connector.transformers.whole_numbers import check_whole, num_bytes
@@ -116,6 +116,7 @@ class HostPrefixCache:
         self._checkpoints = PastCheckpoints(self._past, self._kv, self._coordinator)
         self._forward = ForwardPass(model)
         self._placeholders = placeholders(model.config.to_dict())
+        self._padding = padding_of(model.generation_config)
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._interval = checkpoint_interval
         tier = None if below is None else named(below, model)
@@ -144,7 +145,8 @@ class HostPrefixCache:
     def past(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Past]:
         """`past_key_values` with the longest known beginning of a prompt, token ids [tokens] or [1, tokens].
 
-        What the model computes of the prompt inside the `with` is kept at its end, unless it ends by an exception.
+        It is for these tokens alone, without an `attention_mask` that hides any, and without other inputs: what the
+        model computes of them inside the `with` is kept under their key at its end, unless it ends by an exception.
 
         Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`.
         """
@@ -206,6 +208,8 @@ class HostPrefixCache:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {vocabulary - 1}")
+        if self._padding in tokens:
+            raise PromptRefused(f"the prompt has the padding token {self._padding}: leave padding out")
         if found := self._placeholders.keys() & set(tokens):
             names = ", ".join(sorted(self._placeholders[token] for token in found))
             raise PromptRefused(f"the prompt has tokens that stand for other input ({names}): its ids are not its key")
@@ -220,7 +224,8 @@ class HostPrefixCache:
             stack.callback(copy_all, self._host)
             place = stack.enter_context(Placement(self._pool, self._coordinator, prompt.keys, len(tokens)))
             on_device = place.length
-            self._load(prompt, place)
+            running = stack.enter_context(ExitStack())  # ends the prompt where it cannot be handed out
+            self._load(prompt, place, running)
             prompt.computed = place.length
             past = self._filled(place)
             boundaries = self._boundaries(prompt, place.length)
@@ -231,9 +236,14 @@ class HostPrefixCache:
             else:
                 self._compute_to(past, prompt, place, boundaries)
             past.hand_out(place.length, on_device)
+            running.pop_all()
         return prompt, past
 
-    def _load(self, prompt: _Prompt, place: Placement) -> None:
+    def _give_up(self, prompt: _Prompt) -> None:
+        self._host.end(prompt.id, prompt.computed)
+        copy_all(self._host)  # before its blocks are given back
+
+    def _load(self, prompt: _Prompt, place: Placement, running: ExitStack) -> None:
         """Load what the host has beyond the device's. Where that fails, it is computed later."""
         n0 = place.length
         ask = partial(
@@ -246,6 +256,7 @@ class HostPrefixCache:
         )
         while isinstance(answer := ask(), Pending):
             copy_all(self._host)
+        running.callback(self._give_up, prompt)
         if isinstance(answer, Hit):
             place.loaded(dict(copy_all(self._host))[prompt.id], answer.boundary, self._checkpoints)
 
@@ -318,8 +329,7 @@ class HostPrefixCache:
             if past is not None and prompt.resets == self._resets:
                 self._keep_all(prompt, past)
         finally:
-            self._host.end(prompt.id, prompt.computed)
-            copy_all(self._host)
+            self._give_up(prompt)
 
     def _keep_all(self, prompt: _Prompt, past: Past) -> None:
         computed = min(past.get_seq_length(), len(prompt.tokens))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from cpu_prefix_cache import PrefixCacheError
 
@@ -43,6 +44,12 @@ BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are no toke
 
 class PromptRefused(PrefixCacheError):
     """A prompt is empty, not of the model's tokens, or too long for the model or the device pool. The user's error."""
+
+
+def padding_of(config: GenerationConfig) -> int | None:
+    """The token that `generate` takes for padding in a prompt without a mask; None if it takes none."""
+    pad, ends = config.pad_token_id, config.eos_token_id
+    return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
 
 
 @dataclass(frozen=True, slots=True)

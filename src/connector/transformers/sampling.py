@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from connector.transformers.prompts import padding_of
 from cpu_prefix_cache import ConfigurationError
 
 # Carried out by transformers' processors and criteria.
@@ -109,9 +110,7 @@ class SamplingSettings:
 
     @property
     def padding(self) -> int | None:
-        """The token that `generate` takes for padding in a prompt without a mask; None if it takes none."""
-        pad, ends = self._config.pad_token_id, self._config.eos_token_id
-        return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
+        return padding_of(self._config)
 
     def for_prompt(self, tokens: Sequence[int]) -> "TokenChooser":
         """Decisions for one prompt."""

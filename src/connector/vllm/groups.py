@@ -133,8 +133,9 @@ def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
 def device_blocks_per_chunk(planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> int:
     """The most blocks that vLLM allocates for the tokens of a chunk: of scratch one."""
     left_out = [group for group in kv_cache_config.kv_cache_groups if _one_kind(group) is None]
-    kept = sum(planner.grid_tokens // group.block_tokens for group in planner.groups)
-    return kept + sum(planner.grid_tokens // each.kv_cache_spec.block_size if _replayed(each) else 1 for each in left_out)
+    lengths = [group.block_tokens for group in planner.groups]
+    lengths += [each.kv_cache_spec.block_size if _replayed(each) else planner.grid_tokens for each in left_out]
+    return sum(planner.grid_tokens // length for length in lengths)
 
 
 def replayed_tokens(kv_cache_config: KVCacheConfig) -> int:
