@@ -87,8 +87,9 @@ def asked_right(cache, family, tokens):
 def evict_all(cache):
     """Fill the device with other prompts."""
     for seed in range(3):
-        with cache.past(document(9000 + seed, LONGEST - 13)) as past:
-            cache.model(row(document(9000 + seed, LONGEST - 13)[past.hit_tokens :]), past_key_values=past)
+        filler = document(9000 + seed, LONGEST - 13)
+        with cache.past(filler) as past:
+            cache.model(row(filler[past.get_seq_length() :]), past_key_values=past)
 
 
 def check_at_rest(cache):
@@ -199,12 +200,11 @@ def test_drafts_are_checked_by_the_whole_prompt(family, caplog):
         check_at_rest(cache)
 
 
-def test_a_past_that_stays_before_drafts_shows(monkeypatch):
+def test_a_past_that_stays_before_drafts_is_refused(monkeypatch):
     monkeypatch.setattr(Past, "activate_past_recording", DynamicCache.activate_past_recording)
     prompt = document(1, 100)
-    with hit_of("llama", prompt) as cache:
-        ours, wanted = both_ways(cache, "llama", prompt, max_new_tokens=12, **DRAFTS)
-        assert not torch.equal(ours.sequences, wanted.sequences)
+    with hit_of("llama", prompt) as cache, pytest.raises(MisuseError, match="the model is given 10"):
+        both_ways(cache, "llama", prompt, max_new_tokens=12, **DRAFTS)
 
 
 # What is kept
@@ -233,13 +233,13 @@ def test_several_pasts_are_open_at_once():
 
 def test_threads_share_a_cache():
     with cache_of("llama") as cache:
-        wrong = []
+        wrong, hits = [], []
 
         def serve(seed):
             for length in (40, 90, 120):
                 prompt = document(seed % 3, length)
                 try:
-                    asked_right(cache, "llama", prompt)
+                    hits.append(asked_right(cache, "llama", prompt).hit_tokens)
                 except BaseException as error:
                     wrong.append(error)
 
@@ -250,7 +250,7 @@ def test_threads_share_a_cache():
             each.start()
         for each in threads:
             each.join()
-        assert not wrong
+        assert not wrong and any(hits)
         check_at_rest(cache)
 
 
@@ -348,3 +348,45 @@ def test_a_past_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
                 pass
         check_at_rest(cache)
         assert asked_right(cache, "gemma3", prompt).hit_tokens == 80
+
+
+# Other than the key says
+
+
+def test_weights_that_change_inside_are_not_kept():
+    prompt, other = document(1, 90), build_family("llama", hidden=32, layers=2, window=32)
+    with HostPrefixCache(other, host_bytes="8MiB", max_model_len=512) as cache:
+        with cache.past(prompt) as past:
+            with torch.no_grad():
+                next(other.parameters()).mul_(1.01)
+            other.generate(row(prompt), past_key_values=past, **GREEDY)
+        with cache.past(prompt) as past:
+            assert past.hit_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["weights", "training"])
+def test_a_past_of_other_weights_is_not_continued(mode):
+    prompt, other = document(1, 90), build_family("llama", hidden=32, layers=2, window=32)
+    with HostPrefixCache(other, host_bytes="8MiB", max_model_len=512) as cache:
+        with cache.past(prompt) as past:
+            other.generate(row(prompt), past_key_values=past, **GREEDY)
+        with cache.past(prompt) as past:
+            assert past.hit_tokens == 80
+            with torch.no_grad():
+                other.train() if mode == "training" else next(other.parameters()).mul_(1.01)
+            with pytest.raises(MisuseError, match="other weights or adapters or in another mode"):
+                other.generate(row(prompt), past_key_values=past, **GREEDY)
+
+
+def test_all_tokens_behind_a_past_that_has_some_are_refused():
+    prompt = document(1, 90)
+    refused = pytest.raises(MisuseError, match="has the first 80 of 90 tokens, and the model is given 90")
+    with hit_of("llama", prompt) as cache, torch.no_grad(), cache.past(prompt) as past, refused:
+        cache.model(row(prompt), past_key_values=past)
+
+
+def test_a_model_on_several_devices_is_refused():
+    split = build_family("llama", hidden=32, layers=2, window=32)
+    split.lm_head.to("meta")
+    with pytest.raises(ConfigurationError, match="several devices"):
+        HostPrefixCache(split, host_bytes="8MiB")

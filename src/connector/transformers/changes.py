@@ -4,6 +4,7 @@
     uncounted writes     `parameter.data.copy_`, an adapter merged by `.data += ...`   a sample of the values differs
     other tensors        `model.to`, a parameter put in place, modules added           other addresses, other counts
     adapters             added, chosen, switched off, weighted                         the fields of PEFT's layers
+    mode                 `model.train()`, with dropout                                 its flag
 
 A look costs some microseconds for each parameter. Buffers that no checkpoint has are left out: models write to some of
 them while they compute. A write to less than the sample of a tensor, behind torch's back, is not seen.
@@ -41,7 +42,7 @@ class Weights:
 
     @torch.inference_mode()
     def _look(self) -> Hashable:
-        known: list[Hashable] = []
+        known: list[Hashable] = [self._model.training]  # dropout
         samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for module in self._model.modules():
             known += adapters_of(module)

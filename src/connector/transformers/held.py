@@ -8,7 +8,7 @@ Everything is of one row. Beams and candidates, which `generate` makes of it, ha
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
@@ -82,10 +82,13 @@ class Past(DynamicCache):
         self.hit_tokens = self.device_hit_tokens = 0
         self._config, self._past, self._kv, self._block_tokens, self._rows = config, past, kv, block_tokens, 1
         self._begun = 0  # tokens when it was handed out
+        self._goes_on: Callable[[int], object] | None = None  # called once, before the first tokens behind it
         self._keep_whole_blocks()
 
-    def hand_out(self, hit_tokens: int, device_hit_tokens: int) -> None:
+    def hand_out(self, hit_tokens: int, device_hit_tokens: int, goes_on: Callable[[int], object]) -> None:
+        """Nothing more is filled in. `goes_on` is called with how many tokens first come behind it."""
         self.hit_tokens, self.device_hit_tokens, self._begun = hit_tokens, device_hit_tokens, self.get_seq_length()
+        self._goes_on = goes_on
 
     def activate_past_recording(self) -> None:
         """Before drafts are checked. If nothing has followed yet, begin without a past: transformers (5.19 to 5.24)
@@ -100,6 +103,9 @@ class Past(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._goes_on is not None:
+            goes_on, self._goes_on = self._goes_on, None
+            goes_on(key_states.shape[-2])
         if len(key_states) > self._rows:  # `generate` makes several answers: what is here is the beginning of each
             self.batch_repeat_interleave(len(key_states) // self._rows)
             self._rows = len(key_states)

@@ -35,6 +35,7 @@ from connector.transformers.versions import warn_if_untested
 from connector.transformers.whole_numbers import check_whole, num_bytes
 from cpu_prefix_cache import (
     ChainHasher,
+    ConfigurationError,
     CopierWrapper,
     FileTier,
     Hit,
@@ -102,6 +103,12 @@ class HostPrefixCache:
     ) -> None:
         check_whole(block_tokens=block_tokens, max_model_len=max_model_len, checkpoint_interval=checkpoint_interval)
         warn_if_untested()
+        devices = {str(each.device) for each in model.parameters()}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"the model is on {', '.join(sorted(devices))}, and its past would be on several devices, which is not "
+                "supported: load it on one"
+            )
         self.model = model.eval()
         self.max_model_len = longest(model, max_model_len)
         self._past = ModelPast(model)
@@ -116,7 +123,6 @@ class HostPrefixCache:
         self._checkpoints = PastCheckpoints(self._past, self._kv, self._coordinator)
         self._forward = ForwardPass(model)
         self._placeholders = placeholders(model.config.to_dict())
-        self._padding = padding_of(model.generation_config)
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._interval = checkpoint_interval
         tier = None if below is None else named(below, model)
@@ -142,19 +148,22 @@ class HostPrefixCache:
         self._is_closed = False
 
     @contextmanager
-    def past(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Past]:
+    def past(self, input_ids: torch.Tensor | Sequence[int], *, next_use: float | None = None) -> Iterator[Past]:
         """`past_key_values` with the longest known beginning of a prompt, token ids [tokens] or [1, tokens].
 
         It is for these tokens alone, without an `attention_mask` that hides any, and without other inputs: what the
         model computes of them inside the `with` is kept under their key at its end, unless it ends by an exception.
+        `next_use` is a hint, as of `HostCache.start`.
 
-        Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`.
+        Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`. The model's first call
+        with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for other tokens than
+        those behind the past.
         """
         tokens = self._read(input_ids)
         with self._lock, torch.no_grad():
             self._check_open()
             self._weights.follow()
-            prompt, past = self._begin(tokens)
+            prompt, past = self._begin(tokens, next_use)
         is_kept = False
         try:
             yield past
@@ -164,7 +173,8 @@ class HostPrefixCache:
                 self._end(prompt, past if is_kept else None)
 
     def statistics(self) -> HostStatistics:
-        return self._host.statistics()
+        with self._lock:
+            return self._host.statistics()
 
     def reset(self) -> None:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
@@ -186,9 +196,11 @@ class HostPrefixCache:
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. May be called again."""
         with self._lock:
-            self._host.close()
-            self._kv.release()
             self._is_closed = True
+            try:
+                self._host.close()
+            finally:
+                self._kv.release()
 
     def __enter__(self) -> Self:
         return self
@@ -208,8 +220,9 @@ class HostPrefixCache:
         vocabulary = self.model.config.get_text_config().vocab_size
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {vocabulary - 1}")
-        if self._padding in tokens:
-            raise PromptRefused(f"the prompt has the padding token {self._padding}: leave padding out")
+        padding = padding_of(self.model.generation_config)
+        if padding in tokens:
+            raise PromptRefused(f"the prompt has the padding token {padding}: leave padding out")
         if found := self._placeholders.keys() & set(tokens):
             names = ", ".join(sorted(self._placeholders[token] for token in found))
             raise PromptRefused(f"the prompt has tokens that stand for other input ({names}): its ids are not its key")
@@ -217,15 +230,14 @@ class HostPrefixCache:
             raise PromptRefused(f"a prompt of {len(tokens)} tokens is longer than the model's {self.max_model_len}")
         return tokens
 
-    def _begin(self, tokens: list[int]) -> tuple[_Prompt, Past]:
+    def _begin(self, tokens: list[int], next_use: float | None) -> tuple[_Prompt, Past]:
         self._served += 1
         prompt = _Prompt(f"prompt-{self._served}", tokens, self._hasher.keys(tokens), self._resets)
         with ExitStack() as stack:
-            stack.callback(copy_all, self._host)
             place = stack.enter_context(Placement(self._pool, self._coordinator, prompt.keys, len(tokens)))
             on_device = place.length
             running = stack.enter_context(ExitStack())  # ends the prompt where it cannot be handed out
-            self._load(prompt, place, running)
+            self._load(prompt, place, running, next_use)
             prompt.computed = place.length
             past = self._filled(place)
             boundaries = self._boundaries(prompt, place.length)
@@ -235,15 +247,41 @@ class HostPrefixCache:
                 prompt.put_off = boundaries
             else:
                 self._compute_to(past, prompt, place, boundaries)
-            past.hand_out(place.length, on_device)
+            copy_all(self._host)
+            self._settle()
+            past.hand_out(place.length, on_device, partial(self._goes_on, prompt, past))
             running.pop_all()
         return prompt, past
+
+    def _goes_on(self, prompt: _Prompt, past: Past, tokens: int) -> None:
+        """The model goes on with so many tokens behind the past."""
+        begun = past.get_seq_length()
+        if not begun:
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._weights.follow()
+            if prompt.resets != self._resets:
+                raise MisuseError(
+                    "what this past holds was computed by other weights or adapters or in another mode: the cache was "
+                    "reset since it was handed out"
+                )
+        if tokens > len(prompt.tokens) - begun:
+            raise MisuseError(
+                f"the past has the first {begun} of {len(prompt.tokens)} tokens, and the model is given {tokens}: give "
+                "those behind it, as `generate` does"
+            )
+
+    def _settle(self) -> None:
+        """Blocks may be copied by another thread next, in another stream of the device."""
+        if self.model.device.type != "cpu":
+            torch.accelerator.synchronize(self.model.device)
 
     def _give_up(self, prompt: _Prompt) -> None:
         self._host.end(prompt.id, prompt.computed)
         copy_all(self._host)  # before its blocks are given back
 
-    def _load(self, prompt: _Prompt, place: Placement, running: ExitStack) -> None:
+    def _load(self, prompt: _Prompt, place: Placement, running: ExitStack, next_use: float | None) -> None:
         """Load what the host has beyond the device's. Where that fails, it is computed later."""
         n0 = place.length
         ask = partial(
@@ -253,6 +291,7 @@ class HostPrefixCache:
             num_tokens=len(prompt.tokens),
             on_device=n0,
             allocate=partial(place.room, self._checkpoints),
+            next_use=next_use,
         )
         while isinstance(answer := ask(), Pending):
             copy_all(self._host)
@@ -282,8 +321,8 @@ class HostPrefixCache:
         begin = place.length
         for end in boundaries:
             self._compute(past, prompt.tokens[begin:end], begin)
-            self._keep(past, place, end)
-            self._report(prompt, end)
+            if self._keep(past, place, end):
+                self._report(prompt, end)
             begin = end
 
     def _compute_all_but_one(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
@@ -295,8 +334,7 @@ class HostPrefixCache:
         for end in range(begin, len(prompt.tokens)):
             if end > begin:
                 self._compute(past, prompt.tokens[end - 1 : end], end - 1)
-            if end in boundaries:
-                self._keep(past, place, end)
+            if end in boundaries and self._keep(past, place, end):
                 self._report(prompt, end)
 
     def _compute(self, past: Past, tokens: Sequence[int], begin: int) -> None:
@@ -304,12 +342,14 @@ class HostPrefixCache:
 
     # What has been computed
 
-    def _keep(self, past: Past, place: Placement, end: int) -> None:
-        """Put the first `end` tokens into the device's blocks, and a checkpoint if the past ends there."""
+    def _keep(self, past: Past, place: Placement, end: int) -> bool:
+        """Put the first `end` tokens into the device's blocks, and a checkpoint if the past ends there. Whether there
+        was room.
+        """
         try:
             place.grow(end)
         except PoolExhausted:  # the prompt is longer than the device's blocks
-            return
+            return False
         copy_all(self._host)  # what the new blocks held is stored before it is overwritten
         new, first = place.allocated()
         if new and self._past.full.num_bytes:
@@ -317,6 +357,7 @@ class HostPrefixCache:
         place.commit(end)
         if past.get_seq_length() == end and self._checkpoints.are_needed(end):
             place.take_checkpoint(self._checkpoints, past, end)
+        return True
 
     def _report(self, prompt: _Prompt, tokens: int) -> None:
         prompt.computed = tokens
@@ -326,6 +367,8 @@ class HostPrefixCache:
         if self._is_closed:
             return
         try:
+            self._settle()
+            self._weights.follow()
             if past is not None and prompt.resets == self._resets:
                 self._keep_all(prompt, past)
         finally:
@@ -335,12 +378,13 @@ class HostPrefixCache:
         computed = min(past.get_seq_length(), len(prompt.tokens))
         full = computed - computed % self.planner.grid_tokens
         with Placement(self._pool, self._coordinator, prompt.keys, full + 1) as place:
-            self._keep(past, place, full)
+            is_kept = self._keep(past, place, full)
         boundaries = [each for each in prompt.put_off if each <= full]
-        if boundaries:
+        if is_kept and boundaries:
             with Placement(self._pool, self._coordinator, prompt.keys, boundaries[0]) as place:
                 self._compute_to(self._filled(place), prompt, place, boundaries)
-        self._report(prompt, full)
+        if is_kept:
+            self._report(prompt, full)
 
     def _new_revision(self) -> str | None:
         """The revision of the weights now. None if it was named before: nothing stored until now is found under it."""
