@@ -804,6 +804,7 @@ class Engine:
         self._on_device: dict[str, int] = {}
         self._stood: dict[int, Stood] = {}  # by hold
         self._came_back: set[object] = set()  # places where a hold has ended
+        self._put_before: dict[object, int] = {}  # of those put before their parents: how many holds there had been
         self._left: dict[object, int] = {}  # by place: how many holds there had been when a request took its block
         self._num_holds = 0
         self._holds = False
@@ -1119,7 +1120,9 @@ class Engine:
         return get(count)
 
     def _leave(self, places: Iterable[object]) -> None:
-        self._left.update(dict.fromkeys(places, self._num_holds))
+        left = list(places)
+        self._left.update(dict.fromkeys(left, self._num_holds))
+        self._came_back.difference_update(left)
 
     def _watch_release(self, release: Callable, held: object) -> None:
         """Check that what waited is behind its neighbour again, or at the front; the rest at the end, or before its
@@ -1136,6 +1139,7 @@ class Engine:
         last = [place for place in back if place not in stood.before]
         self._check_at_the_end(last, after, held.parent)
         self._leave(last)
+        self._put_before.update(dict.fromkeys(last, self._num_holds))
         self._came_back.update(place for place in back if place in stood.before)
         for place in back:
             if place in stood.before:
@@ -1168,7 +1172,7 @@ class Engine:
         first, here = 0 if neighbour is None else after.index(neighbour) + 1, after.index(place)
         between = after[first:here]
         assert first <= here, "before what it waited behind"
-        known = [each for each in between if each.name and self._left.get(each, 0) < stood.num_holds]
+        known = [each for each in between if each.name and self._put_before.get(each, 0) < stood.num_holds]
         assert self._came_back.issuperset(known), "not where it waited"
         self.counts["released in place"] += 1
 

@@ -184,3 +184,31 @@ def test_many_conversations(tmp_path, model, offload, asynchronous):
     engine.drain()
     assert engine.counts["loads done"] > 5
     engine.check_nothing_leaked()
+
+
+@both_modes
+def test_blocks_of_a_hit_that_another_connector_declines_count_as_unwritten(start, offload, monkeypatch):  # noqa: F811
+    """As in a MultiConnector: this one offers more than the window has, and what vLLM then has is less, so none."""
+    engine = start([latent(), replayed(8)], offload=offload)
+    forget(engine, engine.run(PROMPT))
+    engine.run(PROMPT[:9], max_tokens=1)
+    assert engine.on_device(PROMPT)[0] == [0, 1]
+    offered, hidden, half = [], [], engine.half
+    lookup, plan = engine.scheduler.connector.get_num_new_matched_tokens, half._plan
+
+    def decline(request, n0):
+        offered.append(lookup(request, n0))
+        return 0, False
+
+    def watched(output):
+        unwritten = set(half._unwritten_hashes())
+        requests = [engine.requests[id] for id in output.num_scheduled_tokens]
+        hidden.extend([each in unwritten for each in request.block_hashes] for request in requests)
+        return plan(output)
+
+    monkeypatch.setattr(engine.scheduler.connector, "get_num_new_matched_tokens", decline)
+    monkeypatch.setattr(half, "_plan", watched)
+    engine.submit(PROMPT, max_tokens=1)
+    engine.step()
+    engine.drain()
+    assert offered[0][0] > 0 and hidden[0] == [True] * len(hidden[0])

@@ -121,3 +121,30 @@ def test_a_store_that_others_write_is_queried_at_once_and_read_when_it_has_answe
     engine.admits("abcd", "abcd")
     engine.works_off()
     assert engine.is_at_rest()
+
+
+def test_a_request_that_is_admitted_without_a_lookup_is_read_for_no_more():
+    engine = with_tier("abcd", "efgh", "ijkl")
+    queues(engine, "abcd", "efgh", "ijkl")
+    engine.works_off()
+    engine.cache.admit(Request("ijkl", chain("ijkl"), 4 * GRID + 1), 0, 0, engine.now)
+    engine.cache.finished("ijkl", 0)
+    for each in ("abcd", "efgh"):
+        engine.cache.abandoned(each)
+    engine.works_off()
+    assert not engine.cache._open and not engine.cache._queued
+
+
+def test_a_tier_learns_the_hint_of_what_it_read_ahead(monkeypatch):
+    engine, hints = with_tier("abcd"), []
+    touch = engine.cache.below.pool.touch
+
+    def note(deepest, keys=(), now=None, num_tokens=None, next_use=None):
+        hints.append(next_use)
+        return touch(deepest, keys, now, num_tokens, next_use)
+
+    monkeypatch.setattr(engine.cache.below.pool, "touch", note)
+    engine.cache.queued(Request("abcd", chain("abcd"), 4 * GRID + 1, next_use=30.0), engine.now)
+    engine.works()
+    assert engine.asks_as("abcd", "abcd") == Hit(4 * GRID)
+    assert hints == [30.0]

@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -111,7 +112,8 @@ class SchedulerHalf:
             self._events.note(request)
         if self.tier is not None and _may_be_loaded(request):
             keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
-            self.tier.queued(Request(request.request_id, keys, request.num_tokens), self.clock())
+            queued = Request(request.request_id, keys, request.num_tokens, next_use=_next_use(request))
+            self.tier.queued(queued, self.clock())
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
@@ -160,6 +162,8 @@ class SchedulerHalf:
         if num_external_tokens and boundary % self._grid:
             self._fail_unplanned(known, num_external_tokens)
             num_external_tokens, boundary = 0, n0
+        if boundary <= self._replayed_tokens:  # another connector may have loaded less than this one offered
+            n0 = boundary = known.on_device = num_external_tokens = 0
         ours = self._request(request)
         self._adapters.passed(id)
         # If the request was admitted before, it is preempted first, which may store and evict. The lease protects what
@@ -305,10 +309,7 @@ class SchedulerHalf:
         # parts (seen with asynchronous scheduling, and without any connector).
         is_other = request.resumable or not self._adapters.are_same(request.request_id, request.lora_request)
         stores = allows(request.kv_transfer_params, STORE) and not is_other
-        next_use = next_use_of(request.kv_transfer_params)
-        if next_use is None:
-            next_use = next_use_of_actions(versions.hint_actions(request))
-        return Request(request.request_id, keys, request.num_tokens, stores, next_use)
+        return Request(request.request_id, keys, request.num_tokens, stores, _next_use(request))
 
     def _remember(self, known: Known, num_tokens: int) -> None:
         """Pass the hashes of a request's first `num_tokens` tokens to the device, which has these chunks now."""
@@ -349,8 +350,16 @@ class SchedulerHalf:
         for id, num_tokens in output.num_scheduled_tokens.items():
             known = self._requests.of(id)
             request, stop = known.request, known.request.num_computed_tokens + num_tokens
-            before = max(request.num_computed_tokens, known.resumed)  # what vLLM replays is there already
+            before = request.num_computed_tokens
+            if self._replayed_tokens:  # what vLLM replays is there already
+                before = max(before, known.resumed)
             yield from request.block_hashes[before // self._hash_tokens : stop // self._hash_tokens]
+
+
+def _next_use(request: EngineRequest) -> Any:
+    """The hint of a request, which may be anything; None without one."""
+    given = next_use_of(request.kv_transfer_params)
+    return next_use_of_actions(versions.hint_actions(request)) if given is None else given
 
 
 def _may_be_loaded(request: EngineRequest) -> bool:

@@ -13,7 +13,8 @@ class Request:
     only what other requests have too is stored.
 
     `next_use` is a hint, if the client knows it: the seconds from the end of the request until a prompt that begins
-    with its keys comes; infinity: never. It may be wrong (next_use.py).
+    with its keys comes; infinity: never. It may be wrong (next_use.py). Policies count from when it was admitted, and
+    learn the difference.
     """
 
     id: Hashable

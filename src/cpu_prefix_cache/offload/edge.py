@@ -111,7 +111,8 @@ class Edge:
         go into host chunks that it has `read`.
         """
         carried = num_bytes(self.stores.planner, copies)
-        under_way = carried + sum(load.plan.num_bytes for load in self.ledger.loads.values())
+        open_loads = (load for load in self.ledger.loads.values() if now < load.deadline)
+        under_way = carried + sum(load.plan.num_bytes for load in open_loads)
         with self.pool.pinned(*nodes) as pin:  # before anything is evicted for what it overwrites
             before = self.offload.save(device_blocks, read) if nodes else ()  # else they are computed into
             after = tuple(store.id for store in before)

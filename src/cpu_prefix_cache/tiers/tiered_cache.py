@@ -279,6 +279,7 @@ class TieredCache(CPUPrefixCache):
             self.passed(now)
         is_new = request.id not in self._running
         super().admit(request, n0, boundary, now)
+        self._queued.pop(request.id, None)
         self.below.admitted(request.id)
         want = self._wants.pop(request.id, None)
         if want is not None:
@@ -316,7 +317,8 @@ class TieredCache(CPUPrefixCache):
     def step(self) -> StepPlan:
         while self._admitted_wants:
             self._end_want(self._admitted_wants.pop())
-        self._want_queued()
+        if not self.is_off:
+            self._want_queued()
         may_read = True
         for want in list(self._open):
             if self._now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
