@@ -121,7 +121,7 @@ def test_the_part_of_another_rank_is_not_taken_for_ones_own(tmp_path, monkeypatc
 @pytest.mark.parametrize("model", MODELS)
 def test_nobody_reads_wrong_kv_where_everything_goes_wrong(tmp_path, model):
     options = dict(groups=MODELS[model], retention=None, ranks=2, tensor_parallel=True, context_parallel=2)
-    engine = Engine(tmp_path, failure_rate=0.03, device_blocks=96, **options)
+    engine = Engine(tmp_path, failure_rate=0.05, device_blocks=96, **options)
     live_through(engine, requests=400)
     engine.check_nothing_leaked()
     happened = ("hit", "loads done", "loads failed", "preemptions", "stores planned")

@@ -173,13 +173,13 @@ def test_a_router_knows_what_a_tier_has(start, model, below):
         device_blocks=48,
         host_blocks=100,
         tier={"offload": below},
-        tier_slots=220,
+        tier_slots=200,
         tier_faults=dict(failure_rate=0.02, refusal_rate=0.02, slowest=12),
         failure_rate=0.03,
         seed=3,
     )
     check_at_every_step(engine)
-    live_through(engine, requests=500)
+    live_through(engine, requests=900)
     statistics = engine.half.tier.tier_statistics()
     assert statistics.hit_tokens and statistics.refused and statistics.cache.pool.evictions and engine.router.in_tier
 
