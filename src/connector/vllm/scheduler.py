@@ -119,34 +119,29 @@ class SchedulerHalf:
         self._resets.follow()
         known = self._requests.looked_up(request, num_computed_tokens)
         self._adapters.look(request.request_id, request.lora_request)
-        boundary = self._boundary(known)
+        ours = self._request(request)
+        boundary = self._boundary(known, ours)
         if boundary is None:
             return None, False
-        self._keep_branch(request, boundary)
+        branch = self.cache.branch(ours, boundary)
+        if branch is not None:  # by itself vLLM keeps windows and states only where the prompt departs from its device
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, branch)
         if boundary <= self._replayed_tokens:  # vLLM computes all of it
             known.on_device = 0
             return 0, False
         return boundary - num_computed_tokens, boundary > num_computed_tokens
 
-    def _boundary(self, known: Known) -> int | None:
+    def _boundary(self, known: Known, ours: Request) -> int | None:
         """The token up to which a request has KV on the device, or can load it. None: ask again later."""
         request, n0 = known.request, known.on_device
         if known.load_failed or not self._may_load(request):
             return n0
-        answer = self.cache.lookup(self._request(request), n0, self.clock())
+        answer = self.cache.lookup(ours, n0, self.clock())
         if isinstance(answer, Pending):
             return None
         if isinstance(answer, Hit) and answer.start == n0:  # others may read the blocks before it
             return answer.boundary
         return n0
-
-    def _keep_branch(self, request: EngineRequest, boundary: int) -> None:
-        """Have vLLM end a step, and keep windows and states, where the prompt departs from what the host has. By itself
-        it does so only for what the device has.
-        """
-        branch = self.cache.branch(self._request(request), boundary)
-        if branch is not None:
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, branch)
 
     def _may_load(self, request: EngineRequest) -> bool:
         return _may_be_loaded(request) and self._adapters.are_same(request.request_id, request.lora_request)
