@@ -32,10 +32,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers.changes import Weights
-from connector.transformers.checkpoints import PastCheckpoints
+from connector.transformers.checkpoints import PUT_OFF_TOKENS, PastCheckpoints
 from connector.transformers.continuing import Continuation, check_continues, check_decodes_together
 from connector.transformers.forward import ForwardPass
-from connector.transformers.identity import longest, named, weights_revision
+from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import ModelPast
 from connector.transformers.prompts import Prompt, PromptReader, PromptRefused, placeholders
@@ -70,10 +70,6 @@ from cpu_prefix_cache.deciding import (
     new_pool,
 )
 from cpu_prefix_cache.tier import TierStatistics
-
-# So few tokens take hardly longer in one forward pass than in each of two. With two, after 2,048 known tokens and 32
-# new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.3 to 1.4 times as long to the first token.
-PUT_OFF_TOKENS = 32
 
 
 class Tokenizer(Protocol):
@@ -245,8 +241,7 @@ class PrefixCachedGenerator:
         self._is_closed = False
         self._has_tier = below is not None
         tier = None if below is None else named(below, model)
-        self._shares = isinstance(tier, SharedTier)
-        self._revisions = {tier and tier.revision}  # of the weights, that were named so far
+        self._revisions = Revisions(model, tier)
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._checkpoint_interval = checkpoint_interval
         self._prefix_caching = prefix_caching
@@ -340,20 +335,12 @@ class PrefixCachedGenerator:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
         with self._lock:
             self._check_open()
-            revision = self._new_revision() if self._shares else None
+            revision = self._revisions.renewed()
             self.pool.reset()
             self._resets += 1
             self._weights = Weights(self.model, self.reset)
             if self._host is not None:
                 self._host.reset(revision)
-
-    def _new_revision(self) -> str | None:
-        """The revision of the weights now. None if it was named before: nothing stored until now is found under it."""
-        revision = weights_revision(self.model)
-        if revision in self._revisions:
-            return None
-        self._revisions.add(revision)
-        return revision
 
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. Nothing is generated any more.

@@ -21,11 +21,11 @@ import torch
 from transformers import PreTrainedModel
 
 from connector.transformers.changes import Weights
-from connector.transformers.checkpoints import PastCheckpoints
+from connector.transformers.checkpoints import PUT_OFF_TOKENS, PastCheckpoints
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.forward import ForwardPass
 from connector.transformers.held import Past
-from connector.transformers.identity import longest, named, weights_revision
+from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
 from connector.transformers.placement import Placement
@@ -47,9 +47,6 @@ from cpu_prefix_cache import (
 )
 from cpu_prefix_cache.deciding import HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, new_pool
 
-# So few tokens take hardly longer in one forward pass than in each of two. With two, after 2,048 known tokens and 32
-# new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.8 to 1.9 times as long to the first token.
-PUT_OFF_TOKENS = 32
 CHECKPOINTS = 4  # of windows and states that device blocks have room for beside a prompt
 SHARE_OF_HOST = 4  # device blocks take at most one part in so many of host memory, where nothing else is given
 
@@ -115,9 +112,11 @@ class HostPrefixCache:
         self._continuation = check_continues(model, self._past, self.max_model_len)
         host = num_bytes("host_bytes", host_bytes)
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
-        blocks = _device_blocks(self._past, block_tokens, self.max_model_len, host, device)
+        self.planner = HybridChunkPlanner(groups_of(self._past, block_tokens), max_model_len=self.max_model_len)
+        if device is None:
+            device = _usual_device_bytes(self.planner, self.max_model_len, block_bytes(self._past, block_tokens), host)
+        blocks = device // block_bytes(self._past, block_tokens)
         self._kv = PagedKV(self._past, blocks, block_tokens, model.device)
-        self.planner = HybridChunkPlanner(self._kv.groups, max_model_len=self.max_model_len)
         self._pool = new_pool(self.planner, blocks, on_device=True)
         self._coordinator = KVCacheCoordinator(self.planner, self._pool, on_device=True)
         self._checkpoints = PastCheckpoints(self._past, self._kv, self._coordinator)
@@ -126,8 +125,7 @@ class HostPrefixCache:
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._interval = checkpoint_interval
         tier = None if below is None else named(below, model)
-        self._revisions = {tier and tier.revision}  # of the weights, that were named so far
-        self._shares = isinstance(tier, SharedTier)
+        self._revisions = Revisions(model, tier)
         self._host = HostCache(
             PooledDevice(self._pool, hands_out_first=True),
             self._kv.layout,
@@ -180,7 +178,7 @@ class HostPrefixCache:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
         with self._lock:
             self._check_open()
-            revision = self._new_revision() if self._shares else None
+            revision = self._revisions.renewed()
             self._pool.reset()
             self._resets += 1
             self._weights = Weights(self.model, self.reset)
@@ -386,26 +384,15 @@ class HostPrefixCache:
         if is_kept:
             self._report(prompt, full)
 
-    def _new_revision(self) -> str | None:
-        """The revision of the weights now. None if it was named before: nothing stored until now is found under it."""
-        revision = weights_revision(self.model)
-        if revision in self._revisions:
-            return None
-        self._revisions.add(revision)
-        return revision
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the cache is closed: make another one")
 
 
-def _device_blocks(past: ModelPast, block_tokens: int, max_model_len: int, host: int, device: int | None) -> int:
-    """How many blocks of the device `device` bytes are; None: those of the longest prompt, in bounds."""
-    planner = HybridChunkPlanner(groups_of(past, block_tokens), max_model_len=max_model_len)
-    chunks = -(-max_model_len // block_tokens)
+def _usual_device_bytes(planner: HybridChunkPlanner, max_model_len: int, block_bytes: int, host_bytes: int) -> int:
+    """Bytes of the blocks of the longest prompt, in bounds."""
+    chunks = -(-max_model_len // planner.grid_tokens)
     checkpoint = sum(planner.pieces[at.group].device_blocks for at in planner.checkpoint(chunks))
+    least = planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
     longest_prompt = chunks * planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
-    if device is None:
-        least = planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
-        return max(least, min(longest_prompt, host // SHARE_OF_HOST // block_bytes(past, block_tokens)))
-    return device // block_bytes(past, block_tokens)
+    return block_bytes * max(least, min(longest_prompt, host_bytes // SHARE_OF_HOST // block_bytes))

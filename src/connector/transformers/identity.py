@@ -74,3 +74,23 @@ def longest(model: PreTrainedModel, given: int | None) -> int:
     if most < 1 or (said is not None and most > said):
         raise ConfigurationError(f"max_model_len must be from 1 to {said or 'any number'}, got {given}")
     return int(most)
+
+
+class Revisions:
+    """Names of a model's weights as they change, for a store that engines share."""
+
+    def __init__(self, model: PreTrainedModel, tier: FileTier | SharedTier | None) -> None:
+        self._model, self._is_shared = model, isinstance(tier, SharedTier)
+        self._named = {tier and tier.revision}
+
+    def renewed(self) -> str | None:
+        """The revision of the weights now. None if it was named before, and nothing stored until now is to be found
+        under it, and without such a store.
+        """
+        if not self._is_shared:
+            return None
+        revision = weights_revision(self._model)
+        if revision in self._named:
+            return None
+        self._named.add(revision)
+        return revision
