@@ -1,6 +1,6 @@
 """Equality of a vLLM server's answers from loaded KV with its answers from KV that it kept: on one GPU, or several.
 
-    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,gemma3,mla,qwen3next] [--codec exponent]
+    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,whole,gemma3,mla,qwen3next] [--codec exponent]
     PYTHONPATH=src:. python -m tests_gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
 
 Each model is run by engines in processes of their own:
@@ -43,13 +43,20 @@ TAIL = 24
 ANSWER = 6
 DAMAGED_DRAFTER = "damaged drafter"
 ROOM = 200  # tokens that a request may have beyond a prompt: the smallest device must hold that many
-HOST_BYTES = 1 << 30
+HOST_BYTES = 4 << 30
 SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
 SIZES |= dict(hidden_size=256, intermediate_size=512)
 # name -> what transformers calls its configuration, what is not as in SIZES, device blocks, tokens of a prompt, and
 # vLLM's options
 MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
     "llama": ("LlamaConfig", dict(num_hidden_layers=4, head_dim=64), 150, 1000, {}),
+    "whole": (  # blocks of 2 MiB, which lie in one piece in the order that the connector asks for, and cross directly
+        "LlamaConfig",
+        dict(num_hidden_layers=32, num_attention_heads=8, num_key_value_heads=8, head_dim=128),
+        150,
+        1000,
+        {},
+    ),
     "gemma3": ("Gemma3TextConfig", dict(**models.WINDOWS, head_dim=64, query_pre_attn_scalar=64), 700, 1000, {}),
     "mla": (
         "DeepseekV3Config",
