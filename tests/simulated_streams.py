@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from functools import partial
 
-from cpu_prefix_cache.copier.streams import Event, ReadsOf, StreamPair, Streams
+from cpu_prefix_cache.copier.streams import Event, LinkStreams, ReadsOf, Streams
 
 HANDLES = 0x7F5C << 32  # as large as those of a driver, so that one that was cut is no stream's
 
@@ -99,11 +99,12 @@ class SimulatedStreams:
         self.hurry = hurry
         self.ran = []
         self.lock = threading.RLock()
-        names = ("compute", "pack", "out", "in", "unpack")
+        names = ("compute", "pack", "out", "in", "unpack", "pack", "unpack")  # kernels of two slots have one name
         self.all = [SimulatedStream(self, name, HANDLES + at) for at, name in enumerate(names)]
         self.by_handle = {stream.handle: stream for stream in self.all}
-        self.compute, pack, out, into, unpack = self.all
-        self.streams = Streams(lambda: self.compute, stores=StreamPair(pack, out), loads=StreamPair(unpack, into))
+        self.compute, pack, out, into, unpack, pack_too, unpack_too = self.all
+        stores, loads = LinkStreams([pack, pack_too], out), LinkStreams([unpack, unpack_too], into)
+        self.streams = Streams(lambda: self.compute, stores, loads)
 
     def step(self):
         with self.lock:
@@ -117,9 +118,9 @@ class SimulatedStreams:
             self._run_one()
 
     def _ready(self):
-        return {stream.name: stream for stream in self.all if stream.may_go_on}
+        return [stream for stream in self.all if stream.may_go_on]
 
     def _run_one(self):
         ready = self._ready()
-        first = next((name for name in self.eager if name in ready), None)
-        ready[first or self.rng.choice(sorted(ready))].step()
+        first = next((name for name in self.eager if any(stream.name == name for stream in ready)), None)
+        self.rng.choice([stream for stream in ready if first in (None, stream.name)]).step()

@@ -1,4 +1,4 @@
-"""Two streams of a direction are waited for both, whatever becomes of one; and every device has a place of compute."""
+"""The streams of a direction are all waited for, whatever becomes of one; and every device has a place of compute."""
 
 from types import SimpleNamespace
 
@@ -12,29 +12,32 @@ from tests.simulated_streams import SimulatedStreams
 NAMES = ("pack", "out")  # of the stores: kernels, copies
 
 
-@pytest.mark.parametrize("broken", NAMES)
-def test_a_stream_that_cannot_be_waited_for_does_not_keep_the_other_from_it(broken):
+def streams_of(direction):
+    return [*direction.kernels, direction.copies]
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_a_stream_that_cannot_be_waited_for_does_not_keep_the_others_from_it(broken):
     def gone(handle):
         raise RuntimeError("gone")
 
-    streams = SimulatedStreams(eager=NAMES)
-    pair = streams.streams.stores
-    for stream in (pair.kernels, pair.copies):
-        stream.submit(gone if stream.name == broken else lambda handle: None)
+    stores = SimulatedStreams(eager=NAMES).streams.stores
+    for at, stream in enumerate(streams_of(stores)):
+        stream.submit(gone if at == broken else lambda handle: None)
     with pytest.raises(RuntimeError, match="gone"):
-        pair.synchronize()
-    assert not pair.kernels.entries and not pair.copies.entries
+        stores.synchronize()
+    assert not any(stream.entries for stream in streams_of(stores))
 
 
 @pytest.mark.parametrize("eager", [NAMES, NAMES[::-1]])
-def test_the_event_of_a_pair_is_passed_when_both_streams_have_come_there(eager):
+def test_the_event_of_a_direction_is_passed_when_all_its_streams_have_come_there(eager):
     streams = SimulatedStreams(eager)
     event = streams.streams.stores.record()
     seen = [event.passed()]
-    for _ in NAMES:
+    for _ in streams_of(streams.streams.stores):
         streams.step()
         seen.append(event.passed())
-    assert seen == [False, False, True]
+    assert seen == [False, False, False, True]
 
 
 class Event:

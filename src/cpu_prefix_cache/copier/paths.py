@@ -133,7 +133,7 @@ class _Section:
             kernel = partial(self._launch, direction, unfit[begin:end])
             with ring.turn():
                 spans = self._spans(ring.next_slot.address, copy.host_blocks[begin * host : end * host])
-                ring.through(ids, kernel, self._region.crossing(direction, spans), None if begin else after)
+                ring.through(ids, kernel, self._region.crossing(direction, spans), after)
 
     def _spans(self, slot: int, host_blocks: Sequence[int]) -> Iterator[Span]:
         """The pieces of these host blocks, in a slot from address `slot` on."""

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from cpu_prefix_cache.copier.streams import Event, Stream, StreamPair
+from cpu_prefix_cache.copier.streams import Event, LinkStreams, Stream
 from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.messages.plan import Direction
 
@@ -31,22 +31,24 @@ PAST_BYTES = 64 * 1024 * 1024  # as in two slots: they cross in 1.2 ms, and more
 
 
 class Slot:
-    """`memory` is uint8 [bytes] on the device, from `address` on, and `ids` int64 [ids]. `filled` is passed when the
-    last slice has come, `free` when it has left."""
+    """`memory` is uint8 [bytes] on the device, from `address` on, and `ids` int64 [ids]. Kernels that work on it run in
+    the stream `kernels`. `filled` is passed when the last slice has come, `free` when it has left."""
 
-    def __init__(self, memory: torch.Tensor, num_ids: int, filled: Event, free: Event, driver: Driver | None) -> None:
+    def __init__(
+        self, memory: torch.Tensor, num_ids: int, kernels: Stream, filled: Event, free: Event, driver: Driver | None
+    ) -> None:
         self.memory, self.address = memory, memory.data_ptr()
-        self.filled, self.free = filled, free
+        self.kernels, self.filled, self.free = kernels, filled, free
         self.ids = torch.empty(num_ids, dtype=torch.int64, device=memory.device)
         self._is_pinned = memory.device.type == "cuda"
         self._host_ids = torch.empty(num_ids, dtype=torch.int64, pin_memory=self._is_pinned)
         self._driver = driver
 
-    def send_ids(self, ids: Sequence[int], kernels: Stream) -> None:
-        """Have `kernels` copy ids to the device. Only if the slot is free."""
+    def send_ids(self, ids: Sequence[int]) -> None:
+        """Have the kernels' stream copy ids to the device. Only if the slot is free."""
         # through an array, because torch takes eight times as long: 0.5 ms for 4,096
         self._host_ids[: len(ids)] = torch.frombuffer(array("q", ids), dtype=torch.int64)
-        kernels.submit(partial(self._copy_ids, len(ids)))
+        self.kernels.submit(partial(self._copy_ids, len(ids)))
 
     def _copy_ids(self, count: int, stream: int) -> None:
         if self._driver is None:
@@ -58,12 +60,13 @@ class Slot:
 
 class Ring:
     """`num_slots` slots of `slot_bytes` bytes and `num_ids` ids for one direction, and the `streams` that fill and
-    empty them. `pause` is called before each slice. Without a `driver`, for host memory, ids are copied at once."""
+    empty them: kernels have one for each slot. `pause` is called before each slice. Without a `driver`, for host
+    memory, ids are copied at once."""
 
     def __init__(
         self,
         direction: Direction,
-        streams: StreamPair,
+        streams: LinkStreams,
         num_slots: int,
         slot_bytes: int,
         num_ids: int,
@@ -74,14 +77,14 @@ class Ring:
         self.streams = streams
         self._loads = direction is Direction.LOAD
         self._pause = pause
-        kernels, copies = streams.kernels, streams.copies
-        self._fill, self._empty = (copies, kernels) if self._loads else (kernels, copies)
         memory = torch.empty(num_slots * slot_bytes + SLOT_ALIGNMENT, dtype=torch.uint8, device=device)
         memory = memory[-memory.data_ptr() % SLOT_ALIGNMENT :]
-        self._slots = deque(
-            Slot(memory[at : at + slot_bytes], num_ids, self._fill.record(), self._empty.record(), driver)
-            for at in range(0, num_slots * slot_bytes, max(1, slot_bytes))
-        )
+        self._slots = deque[Slot]()
+        for at, kernels in enumerate(streams.kernels[:num_slots]):
+            fill, empty = self._ends(kernels)
+            begin = at * slot_bytes
+            slot = memory[begin : begin + slot_bytes]
+            self._slots.append(Slot(slot, num_ids, kernels, fill.record(), empty.record(), driver))
         self._turn = threading.Lock()
         self._past: deque[tuple[int, Event]] = deque()  # slices that went past: their bytes and their ends
 
@@ -91,6 +94,11 @@ class Ring:
         self._pause()
         with self._turn:
             yield
+
+    def _ends(self, kernels: Stream) -> tuple[Stream, Stream]:
+        """The streams that fill and empty a slot with these kernels."""
+        copies = self.streams.copies
+        return (copies, kernels) if self._loads else (kernels, copies)
 
     @property
     def next_slot(self) -> Slot:
@@ -102,7 +110,7 @@ class Ring:
         ids: Sequence[int],
         kernel: Callable[[torch.Tensor, torch.Tensor, int], object],
         link: Callable[[int], object],
-        after: Event | None = None,
+        after: Event,
     ) -> None:
         """Submit a slice through the next slot: of a store `kernel`, then `link`; of a load the other way round.
 
@@ -112,18 +120,18 @@ class Ring:
         slot = self.next_slot
         slot.free.until_passed()
         self._slots.rotate(-1)
+        fill, empty = self._ends(slot.kernels)
         gather_or_scatter = partial(kernel, slot.memory, slot.ids[: len(ids)])
         if self._loads:  # first, so that the link is busy while the host writes the ids
-            self._fill.submit(link)
-        slot.send_ids(ids, self.streams.kernels)
-        if after is not None:
-            self.streams.kernels.wait(after)
+            fill.submit(link)
+        slot.send_ids(ids)
+        slot.kernels.wait(after)
         if not self._loads:
-            self._fill.submit(gather_or_scatter)
-        self._fill.record(slot.filled)
-        self._empty.wait(slot.filled)
-        self._empty.submit(gather_or_scatter if self._loads else link)
-        self._empty.record(slot.free)
+            fill.submit(gather_or_scatter)
+        fill.record(slot.filled)
+        empty.wait(slot.filled)
+        empty.submit(gather_or_scatter if self._loads else link)
+        empty.record(slot.free)
 
     def past(self, num_bytes: int, link: Callable[[int], object]) -> None:
         """Submit a slice of so many bytes that needs no slot."""

@@ -6,8 +6,8 @@ KiB on. So a transfer is cut into slices that fit a slot, and each slice takes t
     store   kernels   gather fragments into a free slot      |   copies    then slot to host blocks
     load    copies    host blocks into a free slot           |   kernels   then scatter to fragments
 
-While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and two
-streams each, and may be submitted by a thread each. Blocks that are large in every part cross without a slot.
+While one slot crosses the link the next is gathered, so the link is always busy. Stores and loads have a ring and
+streams of their own, and may be submitted by a thread each. Blocks that are large in every part cross without a slot.
 
 Device blocks are touched only after all work that compute had when the copy was submitted: what writes a stored
 block, and what reads or zeroes a loaded one (rule 11). `submit` waits until a slice may go (ring.py), and a store for
@@ -31,7 +31,7 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, Unfit, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
-from cpu_prefix_cache.copier.streams import AllOf, Event, ReadsOf, Stored, StreamPair, Streams, streams_for
+from cpu_prefix_cache.copier.streams import AllOf, Event, LinkStreams, ReadsOf, Stored, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
@@ -79,7 +79,7 @@ class StagedCopier(Copier):
         if driver is None and device.type == "cuda":
             driver = accelerator_driver()
         self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
-        self._streams = streams_for(device) if streams is None else streams
+        self._streams = streams_for(device, SLOTS) if streams is None else streams
         tiling = tiling_on(device) if tiling is None else tiling
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
         region, groups = Region(host, driver, pinned, seam_bytes), self._binding.groups
@@ -147,12 +147,13 @@ class StagedCopier(Copier):
             raise
         if direction is Direction.LOAD:
             return event
-        kernels, _ = event.events
+        *kernels, _ = event.events
         are_gathered = all(isinstance(self._paths[copy.group], ThroughRing) for copy in copies)
-        return Stored(event, kernels if are_gathered else event, lambda: [b for unfit in coded for b in unfit.found()])
+        reads = AllOf(kernels) if are_gathered else event
+        return Stored(event, reads, lambda: [b for unfit in coded for b in unfit.found()])
 
 
-def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: StreamPair) -> None:
+def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: LinkStreams) -> None:
     with working():
         for pair in pairs:
             pair.synchronize()
