@@ -107,15 +107,17 @@ def test_blocks_that_cross_as_they_are_wait_for_compute_too():
     assert (part[4:] == 7).all() and (part[:4] == 0).all()
 
 
-def test_compute_that_a_store_holds_waits_for_its_reads_and_not_for_the_link():
-    bench = Bench(SimulatedStreams(("pack", "compute")))
-    event = bench.copier.submit(Direction.STORE, [GroupCopy(0, (0,), (3,))], bench.copier.here())
+@pytest.mark.parametrize("seed", range(4))
+def test_compute_that_a_store_holds_waits_for_its_reads_and_not_for_the_link(seed):
+    """The reads of both slots, whichever comes first."""
+    bench = Bench(SimulatedStreams(("compute", "pack"), random.Random(seed)))
+    event = bench.copier.submit(Direction.STORE, [GroupCopy(0, (0, 1), (3, 4))], bench.copier.here())
     bench.copier.hold_compute(event.reads)
     bench.streams.compute.submit(lambda _: bench.parts[0].fill_(7))
     bench.streams.compute.synchronize()
     assert not event.passed()
     event.until_passed()
-    assert torch.equal(bench.host[0, :1000], bench.before[0][3])
+    assert torch.equal(bench.host[:2, :1000], bench.before[0][3:5])
 
 
 def test_compute_that_a_direct_store_holds_waits_for_the_link():
