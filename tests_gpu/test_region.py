@@ -148,7 +148,7 @@ def test_without_batches_blocks_go_one_by_one(monkeypatch):
 
 RANK = """
 import os, sys, torch
-from cpu_prefix_cache import Direction
+from cpu_prefix_cache.deciding import Direction
 from tests_gpu.stage import Stage, DEVICE
 import tests_gpu.stage as stage_module
 from cpu_prefix_cache.memory import mapping
