@@ -1,6 +1,6 @@
 """Part of tiers.py: the time that a computing engine loses while a tier in its process reads at full rate.
 
-vLLM on a CPU, one thread of two cores, decodes some requests; in its process the threads of a SlotCopier read and
+vLLM on a CPU, one thread of two cores, decodes some requests; in its process the threads of a TierCopier read and
 verify slots of 2 MiB without a pause (tiers_busy_engine.py). Windows of steps take turns: without reads, with them, and
 with the same reads in another process, which shows the part of the machine's memory and processors, as against
 Python's lock. Where others use the machine too much, there is no bar, and all rounds are shown.

@@ -150,7 +150,7 @@ class RealEngine(ThreeTierEngine):
         named = namespace_of(planner, model="benchmark", revision="none", dtype="none", hash="sha256", ranks=1)
         sizes = {"slots": FILE, "slot_bytes": BLOCK_BYTES, "nbytes": FILE * BLOCK_BYTES}
         self._slab = Slab(str(self._path), named, rank=0, ranks=1, **sizes)
-        self._tier = RankTier.of_slab(self._slab, self._arena.blocks, planner.pieces, 0)
+        self._tier = RankTier(self._slab, self._arena.blocks, planner.pieces, 0)
         self._page = mmap.mmap(-1, BLOCK_BYTES)
         self._file = os.open(Path(self._slab.folder) / "blocks", os.O_RDWR | os.O_DIRECT * self._slab.is_direct)
         return cache

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tiers_redis_peers --lmcache-python PYTHON [--runs 7] [--json FILE]
 
-    ours             ValueCopier over KeyedValues: frames with checksums, written and compared
+    ours             TierCopier over KeyedValues: frames with checksums, written and compared
     ours, no frames  the store's calls, of one block each, in as many threads: nothing is verified, as at LMCache
     LMCache redis    its connector for redis://, in Python
     LMCache resp     its connector for resp://, with eight threads in C++

@@ -366,14 +366,14 @@ def test_a_folder_that_another_engine_has(path, impatient, caplog):
 
 
 def test_an_attempt_that_fails_over_an_open_folder_lets_it_go(path, impatient, caplog, monkeypatch):
-    of_slab, errors = RankTier.of_slab, []
+    made, errors = RankTier.__init__, []
 
     def fails(*arguments):
         errors.append(OSError(errno.EIO, "Input/output error"))
         raise errors[-1]
 
-    monkeypatch.setattr(RankTier, "of_slab", fails)
-    opens_later(tier(path), lambda: monkeypatch.setattr(RankTier, "of_slab", of_slab), caplog)
+    monkeypatch.setattr(RankTier, "__init__", fails)
+    opens_later(tier(path), lambda: monkeypatch.setattr(RankTier, "__init__", made), caplog)
     assert errors[0].__traceback__ is not None, "kept with all of its frames"
     assert "another process" not in caplog.text
 

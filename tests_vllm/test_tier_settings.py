@@ -498,7 +498,7 @@ def test_slots_that_a_worker_has_found_are_reported_until_taken_in(tmp_path, pat
     carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
     worker.close()
     worker = worker_of(config)
-    worker._tier.tier._source._scan.wait()
+    worker._tier.tier._source.close()  # which waits for it
 
     def says(taken):
         """In a step that computes."""

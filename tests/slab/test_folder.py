@@ -18,7 +18,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab import allocation
-from cpu_prefix_cache.slab.slot_copier import SlotCopier
+from cpu_prefix_cache.slab.tier_copier import TierCopier
 from cpu_prefix_cache.tier import TierUnavailable
 from tests.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab, planner, region
 
@@ -418,7 +418,7 @@ def test_slots_that_are_no_whole_pages_are_cached(tmp_path, caplog):
 def test_host_memory_that_does_not_begin_at_a_page_is_cached(tmp_path, caplog):
     slab = open_slab(tmp_path)
     memory = region(3).view(-1)[512 : 512 + 2 * BLOCK].view(2, BLOCK)
-    copier = SlotCopier(slab, memory, planner().pieces)
+    copier = TierCopier(slab, memory, planner().pieces)
     assert not slab.is_direct
     assert "does not begin" in caplog.text
     copier.close()
@@ -429,5 +429,5 @@ def test_host_memory_of_another_size_is_refused(tmp_path):
     slab = open_slab(tmp_path)
     for wrong in (region(4, 4096), region(4).view(torch.int8), region(4)[:, :4096], region(4)[:0]):
         with pytest.raises(ConfigurationError):
-            SlotCopier(slab, wrong, planner().pieces)
+            TierCopier(slab, wrong, planner().pieces)
     slab.close()

@@ -213,7 +213,7 @@ def test_a_disk_that_fails_once_at_the_first_attempt_is_open_at_the_next(tmp_pat
     """The lock of the folder is not kept by an attempt that has failed."""
     reads = Once(os.preadv)
     monkeypatch.setattr(record_file, "os", SimpleNamespace(preadv=reads, pwrite=os.pwrite))
-    tier = OpeningTier(0, "the tier", lambda: RankTier.of_slab(open_slab(tmp_path), region(4, BLOCK), PIECES[1:2], 0))
+    tier = OpeningTier(0, "the tier", lambda: RankTier(open_slab(tmp_path), region(4, BLOCK), PIECES[1:2], 0))
     until_open(tier)
     assert "Input/output error" in caplog.text and "another process" not in caplog.text
     tier.close()

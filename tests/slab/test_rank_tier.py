@@ -9,9 +9,11 @@ from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Refusal, TierPlan
-from cpu_prefix_cache.slab import rank_tier as module
+from cpu_prefix_cache.slab import scan as module
 from cpu_prefix_cache.slab.rank_tier import RankTier
-from tests.slab.small_slab import BLOCK, PIECES, POISON, key_of, open_slab, region
+from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.slab.tier import RankPart
+from tests.slab.small_slab import BLOCK, PIECES, POISON, SLOTS, key_of, namespace, open_slab, page, region
 from tests.threads import eventually
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -20,10 +22,10 @@ STORE, LOAD = Direction.STORE, Direction.LOAD
 class Decider:
     """Sends plans to one rank and remembers what it must: which slots hold which letters."""
 
-    def __init__(self, path, rank=0, **more):
+    def __init__(self, path, rank=0):
         self.host = region(8)
         self.slab = open_slab(path, rank=rank, ranks=rank + 1)
-        self.tier = RankTier.of_slab(self.slab, self.host, PIECES, rank, **more)
+        self.tier = RankTier(self.slab, self.host, PIECES, rank, module.RestartScan(self.slab, PIECES))
         self.first = self.tier.report().next_generation
         self.next = 0
 
@@ -243,13 +245,16 @@ def test_an_empty_slab_is_scanned_without_a_portion(decider):
     assert decider.tier.report().portion == 0
 
 
-def test_rank_0_alone_scans_by_default(tmp_path):
-    other = Decider(tmp_path, rank=1)
-    assert other.tier.report().is_scanned and other.tier.report().portion == 0
-    other.tier.close()
-    told = Decider(tmp_path, rank=1, scans=True)
-    assert eventually(lambda: told.tier.report().is_scanned)
-    told.tier.close()
+def test_the_first_rank_alone_reports_what_was_there(tmp_path):
+    for rank in (0, 1):
+        before = open_slab(tmp_path, rank=rank, ranks=2)
+        before.write([3], [page(b"a")], [Label(key_of("a"), b"", 1, 0, 0, before.next_generation)])
+        before.close()
+        part = RankPart(SLOTS, rank, number=rank, owners=2)
+        tier = FileTier(str(tmp_path), 10**6).open(namespace(), region(8), PIECES, part)
+        assert eventually(lambda tier=tier: tier.report().is_scanned)
+        assert tier.report().portion == 1 - rank
+        tier.close()
 
 
 # The end

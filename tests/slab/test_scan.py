@@ -29,7 +29,7 @@ class Story:
         self.slab.close()
         self.slab = open_slab(self.path)
         self.scan = RestartScan(self.slab, PIECES)
-        self.scan.wait()
+        self.scan.close()
         return self
 
     def portion(self, num_records=256):
@@ -114,7 +114,7 @@ def test_damaged_or_cleared_slots_are_not_found(tmp_path):
     letters.damage(0, 50, "records", 128)
     letters.reopen(tmp_path)
     scan = RestartScan(letters.slab, PIECES)
-    scan.wait()
+    scan.close()
     assert scan.portion(256) == ()
     letters.slab.close()
 

@@ -56,7 +56,7 @@ class Rank:
 
     def __init__(self, store, revision="1", number=0, owners=1):
         space = Namespace((("revision", revision),))
-        self.values = KeyedValues(store, space, number=number, owners=owners, block_bytes=SIZE)
+        self.values = KeyedValues(store, space, number=number, owners=owners, slot_bytes=SIZE)
         self.memory = memoryview(bytearray(SIZE * BLOCKS))
         self.values.bind(self.memory)
 
@@ -68,14 +68,13 @@ class Rank:
             self.view(block)[:] = bytes((block + at) % 251 for at in range(SIZE))
 
     def write(self, *blocks, generation=FIRST_GENERATION, **label):
-        self.values.put(labels(blocks, generation, **label), [self.view(block) for block in blocks])
+        self.values.write(blocks, [self.view(block) for block in blocks], labels(blocks, generation, **label))
 
     def read(self, *blocks, generation=FIRST_GENERATION, **label):
         """The blocks that are refused. All were poisoned before."""
         for block in blocks:
             self.view(block)[:] = bytes([POISON]) * SIZE
-        good = self.values.get(labels(blocks, generation, **label), [self.view(block) for block in blocks])
-        return [block for block, is_good in zip(blocks, good, strict=True) if not is_good]
+        return self.values.read(blocks, [self.view(block) for block in blocks], labels(blocks, generation, **label))
 
     def has(self, block):
         return bytes(self.view(block)) == bytes((block + at) % 251 for at in range(SIZE))
@@ -253,7 +252,7 @@ def test_values_that_are_not_taken_raise_an_error(store):
 def test_a_key_that_no_frame_holds_is_refused_before_anything_is_put(store):
     rank = Rank(store)
     with pytest.raises(MisuseError, match="keys on disk have up to 32 bytes"):
-        rank.values.put([labels([0])[0]._replace(key=b"k" * 33)], [rank.view(0)])
+        rank.values.write([0], [rank.view(0)], [labels([0])[0]._replace(key=b"k" * 33)])
     assert not store.puts
 
 

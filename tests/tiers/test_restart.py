@@ -14,7 +14,7 @@ from cpu_prefix_cache.messages.generations import RANGE
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Found, TierReport
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
-from cpu_prefix_cache.slab.rank_tier import PORTION_RECORDS
+from cpu_prefix_cache.slab.scan import PORTION_RECORDS
 from cpu_prefix_cache.tiers.found import FoundBefore
 from tests.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
 

@@ -8,13 +8,16 @@ from cpu_prefix_cache.messages.plan import Label
 
 
 class Below(Protocol):
-    """Any number of threads may read and write.
+    """Place of host blocks, each of which goes to one of the `slots` slots, of `slot_bytes` bytes, under a label. Any
+    number of threads may read and write, different slots at a time.
 
     `next_generation`: nothing that is served had it or a larger one when this was opened. What has a generation below
     `floor` is never served. `kept`: of what was refused, the values whose bytes were wrong, and that were not deleted
     from a store all the same (`stores/deletions.py`).
     """
 
+    slots: int
+    slot_bytes: int
     next_generation: int
 
     @property
@@ -31,6 +34,15 @@ class Below(Protocol):
         this revision, or one that nobody knows.
         """
 
+    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
+        """Write `views[i]` under `labels[i]`. When it raises, these slots hold nothing once they are forgotten."""
+
+    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
+        """Read into `views[i]`. Returns the refused slots, whose bytes do not match `labels[i]`."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """A store to these slots has failed: what it has written to some of them is not to be found."""
+
     def keep(self) -> None:
         """Let later processes know the floor. Called by a thread of the tier after `advance`; raises OSError."""
 
@@ -39,22 +51,6 @@ class Below(Protocol):
 
     def close(self) -> None:
         """No thread uses it any more. May be called again."""
-
-
-class Slots(Below, Protocol):
-    """`slots` of `slot_bytes` bytes each, by their numbers. Threads read and write different slots at a time."""
-
-    slots: int
-    slot_bytes: int
-
-    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
-        """Write `views[i]` under `labels[i]`. When it raises, none of these slots holds anything."""
-
-    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
-        """Read into `views[i]`. Returns the refused slots, whose bytes do not match `labels[i]`."""
-
-    def forget(self, slots: Sequence[int]) -> None:
-        """These slots hold nothing any more."""
 
 
 def address_of(memory: memoryview) -> int:

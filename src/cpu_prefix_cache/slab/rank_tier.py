@@ -12,14 +12,10 @@ import torch
 
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.plan import Direction, StepPlan
-from cpu_prefix_cache.messages.tier import Found, Refusal, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
-from cpu_prefix_cache.slab.scan import RestartScan
-from cpu_prefix_cache.slab.slab import Slab
-from cpu_prefix_cache.slab.slot_copier import SlotCopier
+from cpu_prefix_cache.slab.below import Below
 from cpu_prefix_cache.slab.tier_copier import Refused, SlotStatistics, TierCopier
-
-PORTION_RECORDS = 64  # 1.2 ms of the decider where no two slots are neighbours (of a million), 0.2 ms where all are
 
 
 class Source(Protocol):
@@ -39,23 +35,17 @@ class Source(Protocol):
 
 
 class RankTier:
-    """Owns `copier`, what is below it, and `source`. One thread calls it."""
+    """Owns what is `below`, and `source`. `region` is the host memory of this rank, uint8 [host blocks, slot bytes].
+    `pieces` are the planner's. One thread calls it.
+    """
 
-    def __init__(self, copier: TierCopier, rank: int, source: Source | None = None) -> None:
-        self._below, self._source, self._copier = copier.below, source, copier
-        self._worker = CopyWorker(rank, copier)
+    def __init__(
+        self, below: Below, region: torch.Tensor, pieces: Sequence[Piece], rank: int, source: Source | None = None
+    ) -> None:
+        self._below, self._source = below, source
+        self._copier = TierCopier(below, region, pieces)
+        self._worker = CopyWorker(rank, self._copier)
         self._loads: dict[int, list[Refused]] = {}  # what each load that is not resolved reads
-
-    @classmethod
-    def of_slab(
-        cls, slab: Slab, region: torch.Tensor, pieces: Sequence[Piece], rank: int, *, scans: bool | None = None
-    ) -> "RankTier":
-        """Tier of a slab, whose `region` is the host memory of this rank, uint8 [host blocks, slot bytes], and `pieces`
-        the planner's. With `scans`, by default on rank 0 alone, it reports the slots from before: all ranks hold the
-        same, and a slot that one of them has lost is refused when it is read.
-        """
-        source = Portions(slab, pieces) if (rank == 0 if scans is None else scans) else None
-        return cls(SlotCopier(slab, region, pieces), rank, source)
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers. From here on nothing below the plan's first generation is served."""
@@ -118,34 +108,3 @@ class RankTier:
             for lost in self._copier.refused.intersection(read):
                 if not any(lost in others for others in self._loads.values()):  # which report it, too
                     self._copier.refused.discard(lost)
-
-
-class Portions:
-    """Slots that the scan has found, a portion at a time. Portions are numbered from 1; 0: there is none yet."""
-
-    def __init__(self, slab: Slab, pieces: Sequence[Piece]) -> None:
-        self._scan: RestartScan | None = RestartScan(slab, pieces)
-        self._number, self._taken = 0, 0
-        self._found: tuple[Found, ...] = ()
-
-    def begin(self, plan: TierPlan) -> None:
-        """Portions up to `plan.taken` are taken in."""
-        self._taken = plan.taken
-
-    def told(self, report: TierReport) -> TierReport:
-        if self._taken >= self._number:
-            self._found = ()
-            if self._scan is not None and self._scan.is_ordered and not self._scan.is_over:
-                self._found = self._scan.portion(PORTION_RECORDS)
-                self._number += 1
-            if self._scan is not None and self._scan.is_over:
-                self._scan = None
-        return report._replace(portion=self._number, found=self._found, is_scanned=self._scan is None)
-
-    @property
-    def is_busy(self) -> bool:
-        return False  # whoever waits for the scan steps until it is over
-
-    def close(self) -> None:
-        if self._scan is not None:
-            self._scan.wait()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import Found
+from cpu_prefix_cache.messages.tier import Found, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.slab.records import GENERATION_AT, SIZE, Record
@@ -22,11 +22,15 @@ from cpu_prefix_cache.slab.slab import Slab
 
 logger = logging.getLogger(__name__)
 
+PORTION_RECORDS = 64  # 1.2 ms of the decider where no two slots are neighbours (of a million), 0.2 ms where all are
+
 Shape = list[tuple[int, ...]]  # group and place of every slot of a node
 
 
 class RestartScan:
-    """Scan of one slab, as it was opened. `portion` is called by one thread."""
+    """Scan of one slab, as it was opened: the source of a RankTier, whose thread calls it. The number of a portion is 1
+    or more; 0: there is none yet.
+    """
 
     def __init__(self, slab: Slab, pieces: Sequence[Piece]) -> None:
         self._slab, self._first_new = slab, slab.next_generation
@@ -39,8 +43,29 @@ class RestartScan:
         ]
         self._slots = self._generations = torch.empty(0, dtype=torch.int64)  # in the order of these
         self._at = 0
+        self._number = self._taken = 0  # portions
+        self._found: tuple[Found, ...] = ()  # the last portion
         self._thread = threading.Thread(target=self._order, daemon=True, name="slab-scan")
         self._thread.start()
+
+    def begin(self, plan: TierPlan) -> None:
+        """Portions up to `plan.taken` are taken in."""
+        self._taken = plan.taken
+
+    def told(self, report: TierReport) -> TierReport:
+        if self._taken >= self._number:
+            self._found = ()
+            if self.is_ordered and not self.is_over:
+                self._found = self.portion(PORTION_RECORDS)
+                self._number += 1
+            if self.is_over:
+                self._at, self._slots = 0, self._slots[:0].clone()  # frees what was ordered
+                self._generations = self._slots
+        return report._replace(portion=self._number, found=self._found, is_scanned=self.is_over)
+
+    @property
+    def is_busy(self) -> bool:
+        return False  # whoever waits for the scan steps until it is over
 
     @property
     def is_ordered(self) -> bool:
@@ -57,10 +82,10 @@ class RestartScan:
         begin, last = self._at, min(self._at + num_records, len(self._slots)) - 1
         if last >= begin:
             self._at = int(torch.searchsorted(self._generations, self._generations[last], right=True))
-        return tuple(self._found(self._read(self._slots[begin : self._at].tolist())))
+        return tuple(self._nodes(self._read(self._slots[begin : self._at].tolist())))
 
-    def wait(self) -> None:
-        """Until the records are ordered."""
+    def close(self) -> None:
+        """Wait until the records are ordered."""
         self._thread.join()
 
     def _order(self) -> None:
@@ -79,7 +104,7 @@ class RestartScan:
         found, first_new = map(self._slab.record, slots), self._first_new
         return [record for record in found if record is not None and record.label.generation < first_new]
 
-    def _found(self, taken: list[Record]) -> Iterator[Found]:
+    def _nodes(self, taken: list[Record]) -> Iterator[Found]:
         nodes: dict[tuple[int, bytes, int, int], list[Record]] = {}  # in the order of generations
         for record in taken:
             key, _, group, _, block, generation = record.label

@@ -59,14 +59,16 @@ class FileTier(Tier):
     def open(
         self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart
     ) -> "RankTier":
+        """The first rank reports the slots from before: what another one has lost is refused when it is read."""
         from cpu_prefix_cache.slab.rank_tier import RankTier
+        from cpu_prefix_cache.slab.scan import RestartScan
         from cpu_prefix_cache.slab.slab import Slab, unlocked_on_failure
 
         slab = Slab.of(
             self, namespace, rank=part.number, ranks=part.owners, slots=part.slots, slot_bytes=region.shape[1]
         )
         with unlocked_on_failure(slab):
-            return RankTier.of_slab(slab, region, pieces, part.rank)
+            return RankTier(slab, region, pieces, part.rank, None if part.rank else RestartScan(slab, pieces))
 
     def __str__(self) -> str:
         return f"a tier of {self.bytes / 2**30:,.1f} GiB in {self.folder}"

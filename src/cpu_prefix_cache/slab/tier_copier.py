@@ -4,9 +4,7 @@
     threads  each takes a slice: some MiB, so that loads get their turn
     end      when all slices have ended; a transfer has failed if one of them raised
 
-    SlotCopier (slot_copier.py)             a slab's bytes are found by their slots
-    ValueCopier (stores/value_copier.py)    a store's by their labels
-
+A transfer goes in the order of its slots, so that a slice has adjacent ones.
 Of a store, what lies behind a piece in its host blocks is zeroed first: bytes of an earlier piece, which may be
 another tenant's, are not written to a file. A rank that lacks a group (a pipeline stage) has pieces of no bytes there:
 its host blocks are written as zeros, so what any rank has says which chunks are whole.
@@ -17,9 +15,9 @@ import ctypes
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -66,9 +64,9 @@ class SlotStatistics(NamedTuple):
     kept: int = 0  # of the refused slots, values with wrong bytes that were not deleted from a store
 
 
-class TierCopier(Copier, ABC):
-    """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`, where each host block has its
-    place of `block_bytes` bytes. `pieces` are the planner's.
+class TierCopier(Copier):
+    """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`, whose slots are as large as
+    host blocks. `pieces` are the planner's.
 
     `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
     removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends.
@@ -76,14 +74,14 @@ class TierCopier(Copier, ABC):
     Raises ConfigurationError when the region does not fit.
     """
 
-    def __init__(self, below: Below, block_bytes: int, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self._region, self.block_bytes = _Region(region), block_bytes
-        if self._region.block_bytes != block_bytes:
+    def __init__(self, below: Below, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self._region, self.block_bytes = _Region(region), below.slot_bytes
+        if self._region.block_bytes != self.block_bytes:
             raise ConfigurationError(
-                f"{block_bytes} bytes below are those of a host block, which has {self._region.block_bytes} bytes"
+                f"{self.block_bytes} bytes below are those of a host block, which has {self._region.block_bytes} bytes"
             )
         for piece in pieces:
-            if not 0 <= piece.num_bytes <= piece.host_blocks * block_bytes:
+            if not 0 <= piece.num_bytes <= piece.host_blocks * self.block_bytes:
                 raise ConfigurationError(
                     f"a piece of group {piece.group.name!r} has {piece.num_bytes} bytes, more than its host blocks"
                 )
@@ -97,17 +95,6 @@ class TierCopier(Copier, ABC):
         threads = [JobThread(f"slab-{at}", self._jobs, both if at < STORING else both[:1]) for at in range(THREADS)]
         self._end = weakref.finalize(self, end_outside_of, threads, os.getpid(), partial(_end, self._jobs, threads))
 
-    @abstractmethod
-    def _write(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> None:
-        """Store the bytes of `views[i]` for `entries[i]`. When it raises, none of these is there."""
-
-    @abstractmethod
-    def _read(self, entries: Sequence[Entry], views: Sequence[memoryview]) -> Sequence[bool]:
-        """Read into the views. Whether the bytes of each are those of its label; of others, views hold anything."""
-
-    def _forget(self, entries: Sequence[Entry]) -> None:
-        """A store of these has failed: what other slices of it have written is not to be found."""
-
     def here(self) -> Event:
         return Passed()
 
@@ -118,7 +105,7 @@ class TierCopier(Copier, ABC):
         count = self._slice_blocks(direction, len(entries))
         slices = [entries[at : at + count] for at in range(0, len(entries), count)]
         meter = self._meters[direction]
-        undo = partial(self._forget, entries) if direction is Direction.STORE else None
+        undo = partial(self.below.forget, [entry.slot for entry in entries]) if direction is Direction.STORE else None
         act = self._store if direction is Direction.STORE else self._load
         work = [partial(act, part) for part in slices]
         transfer = _Transfer(len(slices), after, meter, undo)
@@ -131,10 +118,11 @@ class TierCopier(Copier, ABC):
         return transfer
 
     def check(self, direction: Direction, copies: Iterable[GroupCopy]) -> list[Entry]:
-        """Host blocks of a transfer. Raises MisuseError for copies that are not allowed."""
-        entries = [entry for copy in copies for entry in self._entries(copy)]
-        if direction is Direction.LOAD and len({entry.block for entry in entries}) != len(entries):
-            raise MisuseError("a load writes a host block twice")
+        """Host blocks of a transfer, by slot. Raises MisuseError for copies that are not allowed."""
+        entries = sorted((entry for copy in copies for entry in self._entries(copy)), key=attrgetter("slot"))
+        what, place = ("host block", "block") if direction is Direction.LOAD else ("slot", "slot")
+        if len(set(map(attrgetter(place), entries))) != len(entries):
+            raise MisuseError(f"a {direction.value} writes a {what} twice")
         return entries
 
     def keep_floor(self) -> None:
@@ -162,7 +150,8 @@ class TierCopier(Copier, ABC):
         if not len(slots) == len(blocks) == len(labels):
             raise MisuseError(f"{len(slots)} slots, {len(blocks)} host blocks, {len(labels)} labels: not one for each")
         if blocks:
-            check_range("host blocks", blocks, self._region.num_blocks)
+            _check_range("host blocks", blocks, self._region.num_blocks)
+            _check_range("slots", slots, self.below.slots)
         places = self._pieces[copy.group].host_blocks
         for label in labels:
             check_label(label)
@@ -178,15 +167,19 @@ class TierCopier(Copier, ABC):
     def _store(self, entries: Sequence[Entry]) -> int:
         for block, begin in self._tails(entries):
             self._region.zero(block, begin)
-        self._write(entries, [self._region.view(entry.block) for entry in entries])
+        self.below.write(*self._columns(entries))
         return len(entries) * self.block_bytes
 
     def _load(self, entries: Sequence[Entry]) -> int:
-        good = self._read(entries, [self._region.view(entry.block) for entry in entries])
-        refused = [entry for entry, is_good in zip(entries, good, strict=True) if not is_good]
+        lost = set(self.below.read(*self._columns(entries)))
+        refused = [entry for entry in entries if entry.slot in lost]
         self.refused.update((entry.slot, entry.label.generation) for entry in refused)
         self._num_refused += len(refused)
         return (len(entries) - len(refused)) * self.block_bytes
+
+    def _columns(self, entries: Sequence[Entry]) -> tuple[list[int], list[memoryview], list[Label]]:
+        slots, blocks, labels = map(list, zip(*entries, strict=True))
+        return slots, list(map(self._region.view, blocks)), labels
 
     def _tails(self, entries: Iterable[Entry]) -> list[tuple[int, int]]:
         """Where in which host blocks the last byte of a piece is followed by others."""
@@ -277,7 +270,7 @@ def _keep(below: Below) -> None:
         below.keep()
 
 
-def check_range(what: str, ids: Sequence[int], limit: int) -> None:
+def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
     if not all(type(id) is int for id in ids) or min(ids) < 0 or max(ids) >= limit:
         raise MisuseError(f"{what} are whole numbers from 0 to {limit - 1}, got some of {list(ids[:4])} ...")
 

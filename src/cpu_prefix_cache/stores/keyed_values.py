@@ -1,7 +1,7 @@
-"""Values of one rank in a shared store, found by their labels. A store has no slots.
+"""Values of one rank in a shared store, found by their labels. The numbers of slots mean nothing there.
 
-    put     the frame is made of the label and of the bytes' checksum, and put with the bytes
-    get     frame and bytes are got, and the frame must be the one that the label and the bytes have;
+    write   the frame is made of the label and of the bytes' checksum, and put with the bytes
+    read    frame and bytes are got, and the frame must be the one that the label and the bytes have;
             else the value is refused. What is there and is not right is deleted, as far as `deletions.py` allows: a
             store that keeps old values would keep it for ever. What is not there is not deleted: another process may
             be putting it. (A right value may take a wrong one's place between our read and our DEL, and is put again
@@ -17,6 +17,7 @@ import hashlib
 import logging
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -54,13 +55,14 @@ class _Era(NamedTuple):
 
 class KeyedValues:
     """`store` belongs to this from now on. `namespace` identifies the bytes; each of `owners` owners has values of its
-    own, each of `block_bytes` bytes.
+    own, each of `slot_bytes` bytes.
     """
 
     next_generation = FIRST
+    slots = sys.maxsize
 
-    def __init__(self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, block_bytes: int) -> None:
-        self.store, self.block_bytes = store, block_bytes
+    def __init__(self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slot_bytes: int) -> None:
+        self.store, self.slot_bytes = store, slot_bytes
         self._namespace, self._owner = namespace, f"owner {number} of {owners}".encode()
         self._era = _Era(0, self._names_in(namespace))
         self._deletions = Deletions()
@@ -96,7 +98,7 @@ class KeyedValues:
     def keep(self) -> None:
         """Later processes have the names from before, under which nobody knows what this one's weights were."""
 
-    def put(self, labels: Sequence[Label], views: Sequence[memoryview]) -> None:
+    def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Store `views[i]` under `labels[i]`. Raises OSError when the store does, or does not take all of it."""
         era = self._era
         for label in labels:
@@ -108,9 +110,9 @@ class KeyedValues:
             part = slice(begin, begin + CALL_VALUES)
             self._put(era.names, views[part], labels[part])
 
-    def get(self, labels: Sequence[Label], views: Sequence[memoryview]) -> list[bool]:
-        """Read the value of `labels[i]` into `views[i]`. Whether it is right; what others' views hold is undefined.
-        Raises OSError when the store does.
+    def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
+        """Read the value of `labels[i]` into `views[i]`. The slots of those that are not right, whose views hold
+        anything. Raises OSError when the store does.
         """
         era = self._era
         self._register(views)
@@ -118,7 +120,10 @@ class KeyedValues:
         for begin in range(0, len(labels), CALL_VALUES):
             part = slice(begin, begin + CALL_VALUES)
             good += self._get(era, views[part], labels[part])
-        return good
+        return [slot for slot, is_good in zip(slots, good, strict=True) if not is_good]
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Nothing: the values of a store that failed are right, and stay."""
 
     def stop(self) -> None:
         self.store.close()
@@ -178,16 +183,16 @@ class KeyedValues:
             logger.warning("the store could not delete values that are not right: %s", error)
 
     def _frame_of(self, names: Names, label: Label, view: memoryview) -> bytes:
-        return frame.pack(label, names.namespace, self.block_bytes, frame.checksum(view))
+        return frame.pack(label, names.namespace, self.slot_bytes, frame.checksum(view))
 
     def _register(self, views: Sequence[memoryview]) -> None:
         """The portions of host memory in which these views lie."""
-        blocks = max(1, PORTION_BYTES // self.block_bytes)
-        portions = {(address_of(view) - self._address) // self.block_bytes // blocks for view in views}
+        blocks = max(1, PORTION_BYTES // self.slot_bytes)
+        portions = {(address_of(view) - self._address) // self.slot_bytes // blocks for view in views}
         if portions <= self._registered:
             return
         with self._lock:
             for each in portions - self._registered:
-                begin = each * blocks * self.block_bytes
-                self.store.register(self._memory[begin : begin + blocks * self.block_bytes])
+                begin = each * blocks * self.slot_bytes
+                self.store.register(self._memory[begin : begin + blocks * self.slot_bytes])
                 self._registered.add(each)

@@ -76,12 +76,11 @@ class SharedTier(Tier):
         from cpu_prefix_cache.slab.rank_tier import RankTier
         from cpu_prefix_cache.stores.asker import Asker
         from cpu_prefix_cache.stores.keyed_values import KeyedValues
-        from cpu_prefix_cache.stores.value_copier import ValueCopier
 
         store = self._opened()
-        values = KeyedValues(store, namespace, number=part.number, owners=part.owners, block_bytes=region.shape[1])
+        values = KeyedValues(store, namespace, number=part.number, owners=part.owners, slot_bytes=region.shape[1])
         asker = None if part.rank else Asker(store, lambda: values.names, pieces)
-        return RankTier(ValueCopier(values, region, pieces), part.rank, asker)
+        return RankTier(values, region, pieces, part.rank, asker)
 
     def _opened(self) -> KeyedStore:
         if isinstance(self.store, KeyedStore):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.slab import Slab
-from cpu_prefix_cache.slab.slot_copier import SlotCopier
+from cpu_prefix_cache.slab.tier_copier import TierCopier
 from cpu_prefix_cache.tools.bench.slot_rates import SlotsUnderTest, TimedRun, planner_for
 
 
@@ -26,7 +26,7 @@ class FileUnderTest(SlotsUnderTest):
         named = namespace_of(planner, model="bench", revision="none", dtype="none", hash="sha256", ranks=1)
         self._slab = Slab(path, named, rank=0, ranks=1, slots=slots, slot_bytes=slot_bytes, nbytes=num_bytes)
         self.blocks_file = str(Path(self._slab.folder) / "blocks")
-        super().__init__(slots, slot_bytes, partial(SlotCopier, self._slab), self.blocks_file)
+        super().__init__(slots, slot_bytes, partial(TierCopier, self._slab), self.blocks_file)
 
     @property
     def is_direct(self) -> bool:

@@ -10,9 +10,9 @@ from functools import partial
 
 from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.slab.namespace import namespace_of
+from cpu_prefix_cache.slab.tier_copier import TierCopier
 from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore
 from cpu_prefix_cache.stores.keyed_values import DELETE_SECONDS, GET_SECONDS, PUT_SECONDS, KeyedValues
-from cpu_prefix_cache.stores.value_copier import ValueCopier
 from cpu_prefix_cache.tools.bench.slot_rates import SlotsUnderTest, TimedRun, key_of, planner_for
 
 DELETED_AT_ONCE = 64  # values
@@ -25,11 +25,11 @@ class StoreUnderTest(SlotsUnderTest):
         slots, planner = max(1, num_bytes // slot_bytes), planner_for(slot_bytes)
         own = os.urandom(16).hex()
         named = namespace_of(planner, model="bench", revision=own, dtype="none", hash="sha256", ranks=1)
-        values = KeyedValues(store, named, number=0, owners=1, block_bytes=slot_bytes)
+        values = KeyedValues(store, named, number=0, owners=1, slot_bytes=slot_bytes)
         self._store = store
         self._names = [values.names.of(key_of(slot), 0, 0, CHUNK) for slot in range(slots)]
         self._plain = [f"{name}.plain" for name in self._names]
-        super().__init__(slots, slot_bytes, partial(ValueCopier, values), where)
+        super().__init__(slots, slot_bytes, partial(TierCopier, values), where)
 
     def write(self) -> TimedRun:
         self._delete(self._names)

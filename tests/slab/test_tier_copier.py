@@ -17,7 +17,7 @@ from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab import tier_copier as module
 from cpu_prefix_cache.slab.jobs import Jobs, JobThread
 from cpu_prefix_cache.slab.meter import WINDOW_BYTES, RateMeter
-from cpu_prefix_cache.slab.slot_copier import SlotCopier
+from cpu_prefix_cache.slab.tier_copier import TierCopier
 from tests.slab.small_slab import BLOCK, FULL, PIECES, POISON, SLOTS, WINDOW, open_slab, region
 from tests.threads import eventually
 
@@ -38,7 +38,7 @@ def host():
 
 @pytest.fixture
 def copier(slab, host):
-    made = SlotCopier(slab, host, PIECES)
+    made = TierCopier(slab, host, PIECES)
     yield made
     made.close()
 
@@ -86,7 +86,7 @@ def test_no_byte_behind_a_piece_reaches_the_file(copier, slab, host):
 
 
 def test_host_blocks_that_a_piece_does_not_reach_are_zeroed(slab, host):
-    copier = SlotCopier(slab, host, (Piece(FULL, 1, 3, BLOCK // 2),))
+    copier = TierCopier(slab, host, (Piece(FULL, 1, 3, BLOCK // 2),))
     host.fill_(77)
     copier.copy(STORE, [copy([0, 1, 2], [0, 1, 2], places=3)])
     assert host[0, BLOCK // 2 :].tolist() == [0] * (BLOCK // 2)
@@ -235,12 +235,12 @@ def test_no_slot_and_no_host_block_is_written_twice(copier):
 
 def test_a_piece_larger_than_its_host_blocks_is_refused(slab, host):
     with pytest.raises(ConfigurationError, match="'window'"):
-        SlotCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK + 1),))
+        TierCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK + 1),))
 
 
 def test_slots_of_another_size_than_host_blocks_are_refused(slab):
     with pytest.raises(ConfigurationError, match=f"{BLOCK} bytes below .* which has {2 * BLOCK} bytes"):
-        SlotCopier(slab, region(2, 2 * BLOCK), PIECES)
+        TierCopier(slab, region(2, 2 * BLOCK), PIECES)
 
 
 def test_nothing_to_copy_has_ended(copier):
@@ -257,7 +257,7 @@ def slab_threads():
 
 def test_close_waits_for_what_was_submitted(slab, host):
     fill(host)
-    copier = SlotCopier(slab, host, PIECES)
+    copier = TierCopier(slab, host, PIECES)
     events = [copier.submit(STORE, [copy([at, at + 1], [0, 1])], Passed()) for at in range(0, 16, 2)]
     copier.close()
     copier.close()
@@ -268,7 +268,7 @@ def test_close_waits_for_what_was_submitted(slab, host):
 
 
 def test_a_copier_that_nobody_has_ends_its_threads(slab, host):
-    copier = SlotCopier(slab, host, PIECES)
+    copier = TierCopier(slab, host, PIECES)
     gone = weakref.ref(copier)
     copier.copy(STORE, [copy([0, 1], [0, 1])])
     del copier
@@ -366,7 +366,7 @@ def test_memory_at_a_page_is_read_and_written_directly_as_before(tmp_path):
     """Where the file system allows it: aligned memory is no reason to stop."""
     slab = open_slab(tmp_path)
     before = slab.is_direct
-    copier = SlotCopier(slab, region(8), PIECES)
+    copier = TierCopier(slab, region(8), PIECES)
     assert slab.is_direct == before
     copier.close()
     slab.close()
