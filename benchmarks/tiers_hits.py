@@ -20,6 +20,7 @@ import torch
 from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
+from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.slab.slab import Slab
@@ -149,7 +150,7 @@ class RealEngine(ThreeTierEngine):
         self._arena = HostArena(cache.pool.capacity, BLOCK_BYTES)
         named = namespace_of(planner, model="benchmark", revision="none", dtype="none", hash="sha256", ranks=1)
         sizes = {"slots": FILE, "slot_bytes": BLOCK_BYTES, "nbytes": FILE * BLOCK_BYTES}
-        self._slab = Slab(str(self._path), named, rank=0, ranks=1, **sizes)
+        self._slab = Slab(Folder(str(self._path), named, rank=0, ranks=1, **sizes))
         self._tier = RankTier(self._slab, self._arena.blocks, planner.pieces, 0)
         self._page = mmap.mmap(-1, BLOCK_BYTES)
         self._file = os.open(Path(self._slab.folder) / "blocks", os.O_RDWR | os.O_DIRECT * self._slab.is_direct)

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.slab import slab as slab_module
+from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.slab import Slab
 
@@ -74,7 +75,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.slab = Slab(self.path, NAMED, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=1)
+        self.slab = Slab(Folder(self.path, NAMED, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=1))
         assert all(each.label.generation < self.slab.next_generation for each in self.written.values())
         self.first = self.slab.next_generation
 

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.slab import Slab
 
@@ -22,7 +23,7 @@ THREADS = 4
 
 def open_slab(path: str | Path) -> Slab:
     named = Namespace((("model", "crash"),))
-    return Slab(str(path), named, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=1)
+    return Slab(Folder(str(path), named, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=1))
 
 
 def content(key: bytes) -> bytes:

@@ -8,6 +8,7 @@ import torch
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, WindowGroup
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
+from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.slab import Slab
 
@@ -32,7 +33,7 @@ def namespace(**fields):
 
 def open_slab(path, named=None, **fields):
     same = {"rank": 0, "ranks": 1, "slots": SLOTS, "slot_bytes": BLOCK, "nbytes": 10**6}
-    return Slab(str(path), named or namespace(), **{**same, **fields})
+    return Slab(Folder(str(path), named or namespace(), **{**same, **fields}))
 
 
 def key_of(letter):

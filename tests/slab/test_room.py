@@ -7,17 +7,17 @@ import pytest
 
 from cpu_prefix_cache.slab import room
 from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.slab.tier import RankPart
 from cpu_prefix_cache.tier import TierUnavailable
-from tests.slab.small_slab import BLOCK, namespace
+from tests.slab.small_slab import BLOCK, PIECES, namespace, region
 
 BYTES = 1_000_000
 
 
 def opened(path, model, nbytes=BYTES, rank=0, ranks=1, **said):
     tier = FileTier(str(path), nbytes, model=model, revision="1", **said)
-    slots = tier.slots(BLOCK, host_blocks=1, owners=ranks)
-    return Slab.of(tier, namespace(model=model), rank=rank, ranks=ranks, slots=slots, slot_bytes=BLOCK)
+    part = RankPart(tier.slots(BLOCK, host_blocks=1, owners=ranks), rank, number=rank, owners=ranks)
+    return tier.open(namespace(model=model), region(1), PIECES[1:2], part)
 
 
 def models(path):

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from cpu_prefix_cache.messages.errors import TierUnavailable
+from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.slab import generations, manifest, records
 from cpu_prefix_cache.slab.allocation import allocate
 from cpu_prefix_cache.slab.durable import NEW, remove_durably
@@ -41,8 +41,14 @@ FILES = (*OWN, *(name + NEW for name in OWN), "records", "blocks")
 
 
 class Folder:
-    """`blocks` and `records` are file descriptors, `opened` is that of the folder. The arguments are those of Slab.
-    Raises TierUnavailable.
+    """One rank's folder under `path`, for `slots` slots of `slot_bytes` bytes each; `nbytes` is what the user gave all
+    ranks. It is in the folders `below`, which are made where they are missing. Folders of other namespaces there give
+    up their room unless `keep_others`.
+
+    `blocks` and `records` are file descriptors, `opened` is that of the folder.
+
+    Raises TierUnavailable, and leaves the files as they are, when another process uses them, they are another user's,
+    or the path or the disk does not have what they need.
     """
 
     lock: int
@@ -61,9 +67,15 @@ class Folder:
         slots: int,
         slot_bytes: int,
         nbytes: int,
-        below: Sequence[str],
-        keep_others: bool,
+        below: Sequence[str] = (),
+        keep_others: bool = True,
     ) -> None:
+        if slots < 1 or slot_bytes < 1 or not 0 <= rank < ranks:
+            raise ConfigurationError(
+                f"a slab has slots of some bytes, got {slots} of {slot_bytes} for rank {rank} of {ranks}"
+            )
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self.seed = records.seed_of(namespace.digest, rank, ranks)
         sizes = {"slots": slots, "slot_bytes": slot_bytes, "nbytes": nbytes}
         wanted = manifest.manifest_of(namespace, rank=rank, ranks=ranks, **sizes)
         names = *below, namespace.folder, f"rank-{rank}-of-{ranks}"

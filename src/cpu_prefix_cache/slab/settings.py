@@ -60,13 +60,23 @@ class FileTier(Tier):
         self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart
     ) -> "RankTier":
         """The first rank reports the slots from before: what another one has lost is refused when it is read."""
+        from cpu_prefix_cache.slab.folder import Folder
         from cpu_prefix_cache.slab.rank_tier import RankTier
         from cpu_prefix_cache.slab.scan import RestartScan
         from cpu_prefix_cache.slab.slab import Slab, unlocked_on_failure
 
-        slab = Slab.of(
-            self, namespace, rank=part.number, ranks=part.owners, slots=part.slots, slot_bytes=region.shape[1]
+        folder = Folder(
+            self.path,
+            namespace,
+            rank=part.number,
+            ranks=part.owners,
+            slots=part.slots,
+            slot_bytes=region.shape[1],
+            nbytes=self.bytes,
+            below=self.folders,
+            keep_others=self.keep_others,
         )
+        slab = Slab(folder)
         with unlocked_on_failure(slab):
             return RankTier(slab, region, pieces, part.rank, None if part.rank else RestartScan(slab, pieces))
 

@@ -23,16 +23,14 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.slab import manifest, records
 from cpu_prefix_cache.slab.below import address_of
 from cpu_prefix_cache.slab.durable import remove_durably
 from cpu_prefix_cache.slab.folder import Folder
-from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.record_file import RecordFile
 from cpu_prefix_cache.slab.records import Record
-from cpu_prefix_cache.slab.settings import FileTier
 
 logger = logging.getLogger(__name__)
 
@@ -42,66 +40,27 @@ CALL_SLOTS = 1024  # IOV_MAX of Linux
 
 
 class Slab:
-    """One rank's slots under `path`, each of `slot_bytes` bytes; `nbytes` is what the user gave all ranks.
+    """The slots of one rank, in its `folder`, which belongs to this from now on.
 
     `next_generation`: no record had it or a larger one when this was opened. Any number of threads may read and write,
     different slots at a time.
-
-    Their folder is in the folders `below`, which are made where they are missing. Folders of other namespaces there
-    give up their room unless `keep_others`.
-
-    Raises TierUnavailable, and leaves the files as they are, when another process uses them, they are another user's,
-    or the path or the disk does not have what they need.
     """
 
     kept = 0  # a slot with wrong bytes is free
 
-    def __init__(
-        self,
-        path: str,
-        namespace: Namespace,
-        *,
-        rank: int,
-        ranks: int,
-        slots: int,
-        slot_bytes: int,
-        nbytes: int,
-        below: Sequence[str] = (),
-        keep_others: bool = True,
-    ) -> None:
-        if slots < 1 or slot_bytes < 1 or not 0 <= rank < ranks:
-            raise ConfigurationError(
-                f"a slab has slots of some bytes, got {slots} of {slot_bytes} for rank {rank} of {ranks}"
-            )
-        self.slots, self.slot_bytes = slots, slot_bytes
-        self._seed = records.seed_of(namespace.digest, rank, ranks)
-        self._folder = Folder(
-            path,
-            namespace,
-            rank=rank,
-            ranks=ranks,
-            slots=slots,
-            slot_bytes=slot_bytes,
-            nbytes=nbytes,
-            below=below,
-            keep_others=keep_others,
-        )
+    def __init__(self, folder: Folder) -> None:
+        self._folder, self.slots, self.slot_bytes = folder, folder.slots, folder.slot_bytes
+        self._seed = folder.seed
         self._generations = self._folder.generations
         self.next_generation = self._generations.first
         self._unkept = 0  # the last floor of which the log says that it could not be kept
         self.is_direct = False
         try:
-            self.records = RecordFile(self._folder.records, slots)
+            self.records = RecordFile(folder.records, folder.slots)
             self._begin_direct()
         except BaseException:
-            self._folder.close()  # or the lock lives as long as the error does, and keeps the next attempt out
+            folder.close()  # or the lock lives as long as the error does, and keeps the next attempt out
             raise
-
-    @classmethod
-    def of(cls, tier: FileTier, namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int) -> "Slab":
-        """One rank's part of the tier that a user has described."""
-        sizes = {"rank": rank, "ranks": ranks, "slots": slots, "slot_bytes": slot_bytes, "nbytes": tier.bytes}
-        return cls(tier.path, namespace, below=tier.folders, keep_others=tier.keep_others, **sizes)
 
     @property
     def folder(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.slab import Slab
 from cpu_prefix_cache.slab.tier_copier import TierCopier
@@ -24,7 +25,8 @@ class FileUnderTest(SlotsUnderTest):
     def __init__(self, path: str, num_bytes: int, slot_bytes: int) -> None:
         slots, planner = max(1, num_bytes // slot_bytes), planner_for(slot_bytes)
         named = namespace_of(planner, model="bench", revision="none", dtype="none", hash="sha256", ranks=1)
-        self._slab = Slab(path, named, rank=0, ranks=1, slots=slots, slot_bytes=slot_bytes, nbytes=num_bytes)
+        folder = Folder(path, named, rank=0, ranks=1, slots=slots, slot_bytes=slot_bytes, nbytes=num_bytes)
+        self._slab = Slab(folder)
         self.blocks_file = str(Path(self._slab.folder) / "blocks")
         super().__init__(slots, slot_bytes, partial(TierCopier, self._slab), self.blocks_file)
 
