@@ -10,12 +10,13 @@ import weakref
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.copier.job_thread import JobThread
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab import tier_copier as module
-from cpu_prefix_cache.slab.jobs import Jobs, JobThread
+from cpu_prefix_cache.slab.jobs import Jobs
 from cpu_prefix_cache.slab.meter import WINDOW_BYTES, RateMeter
 from cpu_prefix_cache.slab.tier_copier import TierCopier
 from tests.slab.small_slab import BLOCK, FULL, PIECES, POISON, SLOTS, WINDOW, open_slab, region
@@ -297,7 +298,7 @@ def test_threads_take_what_is_urgent_first():
     done = threading.Event()
     jobs.put(STORE, [lambda: order.append("store")])
     jobs.put(LOAD, [lambda: order.append("load"), lambda: order.append("load")])
-    thread = JobThread("test", jobs, (LOAD, STORE))
+    thread = JobThread("test", lambda: jobs.take((LOAD, STORE)))
     jobs.put(STORE, [done.set])
     assert done.wait(5)
     assert order == ["load", "load", "store"]
@@ -307,7 +308,7 @@ def test_threads_take_what_is_urgent_first():
 
 def test_a_job_that_raises_does_not_end_its_thread(caplog):
     jobs, done = Jobs(), threading.Event()
-    thread = JobThread("test", jobs, (LOAD,))
+    thread = JobThread("test", lambda: jobs.take((LOAD,)))
     jobs.put(LOAD, [lambda: 1 / 0, done.set])
     assert done.wait(5)
     jobs.close()

@@ -30,10 +30,10 @@ from queue import SimpleQueue
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.exchange import Exchange, exchanges
+from cpu_prefix_cache.copier.job_thread import Job, JobThread
 from cpu_prefix_cache.copier.pace import Pace
 from cpu_prefix_cache.copier.record import CopyRecord, await_ended, ended
 from cpu_prefix_cache.copier.streams import Event
-from cpu_prefix_cache.copier.switch_interval import short_switch_interval
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -68,10 +68,11 @@ class CopyWorker:
         self._copies: dict[int, CopyRecord] = {}  # in the order of their plans
         self._here: Event | None = None  # as of the last plan; None if nothing was to be copied then
         self.pace = Pace()
-        self._threads = {each: _CopyThread(f"{each.value}-{rank}") for each in Direction if threads}
+        self._jobs = {each: SimpleQueue[Job | None]() for each in Direction if threads}
         self._closed = False
-        own = list(self._threads.values())
-        self._end = partial(end_outside_of, own, os.getpid(), partial(_end, own, self._copies, arena))
+        own = [JobThread(f"{each.value}-{rank}", jobs.get) for each, jobs in self._jobs.items()]
+        end = partial(_end, list(self._jobs.values()), own, self._copies, arena)
+        self._end = partial(end_outside_of, own, os.getpid(), end)
         self._ending = weakref.finalize(self, self._end)
 
     def run(self, plan: StepPlan) -> None:
@@ -169,9 +170,9 @@ class CopyWorker:
             _refuse([copy, *stores], MisuseError(f"a store that load {transfer.id} waits for in turn holds no compute"))
         elif stores:
             self._exchange(copy, stores, before)
-        elif self._threads:
+        elif self._jobs:
             clock = self._clock if transfer.direction is Direction.LOAD else None
-            self._threads[transfer.direction].jobs.put(partial(_submit, copy, before, self._copier, clock))
+            self._jobs[transfer.direction].put(partial(_submit, copy, before, self._copier, clock))
         else:
             _submit(copy, before, self._copier, None)
 
@@ -200,9 +201,9 @@ class CopyWorker:
         plans = [store.transfer for store in stores]
         after = {id: each.after for id, each in both.items()}
         exchange = Exchange(load.transfer, plans, self._copier, after, first, partial(_take_up, both))
-        for direction, thread in self._threads.items():
-            thread.jobs.put(partial(exchange.submit, direction))
-        if not self._threads:
+        for direction, jobs in self._jobs.items():
+            jobs.put(partial(exchange.submit, direction))
+        if not self._jobs:
             exchange.submit(*Direction)
 
     def _collect(self) -> None:
@@ -242,24 +243,6 @@ class CopyWorker:
         for id, copy in list(self._copies.items()):
             if copy.went_well is not None and (id < plan.resolved_below or id in resolved):
                 del self._copies[id]
-
-
-class _CopyThread(threading.Thread):
-    """Does its `jobs` in order, whatever they raise, until one is None. To give it a job takes 0.1 us, an executor
-    14."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            try:
-                with short_switch_interval():
-                    job()
-            except BaseException:  # the record of the transfer has every Exception already
-                logger.exception("%s was interrupted", self.name)
 
 
 def _submit(copy: CopyRecord, before: Sequence[CopyRecord], copier: Copier, clock: Callable[[], float] | None) -> None:
@@ -337,10 +320,16 @@ def _drain(copies: dict[int, CopyRecord]) -> None:
     await_ended(list(copies.values()))
 
 
-def _end(threads: Sequence[_CopyThread], copies: dict[int, CopyRecord], arena: HostArena | None) -> None:
+def _end(
+    jobs: Iterable[SimpleQueue[Job | None]],
+    threads: Iterable[JobThread],
+    copies: dict[int, CopyRecord],
+    arena: HostArena | None,
+) -> None:
     _drain(copies)
+    for queue in jobs:
+        queue.put(None)
     for thread in threads:
-        thread.jobs.put(None)
         thread.join()
     if arena is not None:
         arena.close()

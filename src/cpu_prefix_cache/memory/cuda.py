@@ -75,8 +75,19 @@ class CudaDriver:
     def wait(self, stream: int, event: int) -> None:
         _check("wait for an event", self._quick.cuStreamWaitEvent(_POINTER(stream), _POINTER(event), 0))
 
-    def working_in(self, device: int | None) -> "Working":
-        return Working(self._quick, None if device is None else self._primary_context(device))
+    def working_in(self, device: int | None) -> Scope:
+        if device is None:
+            return Scope(self._exchange)
+        return Scope(self._exchange, partial(self._enter, self._primary_context(device)), self._leave)
+
+    def _exchange(self, mode: ctypes.c_int) -> None:
+        _check("change a capture mode", self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+    def _enter(self, context: int) -> None:
+        _check("enter a context", self._quick.cuCtxPushCurrent_v2(_POINTER(context)))
+
+    def _leave(self) -> None:
+        _check("leave a context", self._quick.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
 
     def _primary_context(self, device: int) -> int:
         """Torch's context of a device. Retained once, and kept."""
@@ -90,27 +101,6 @@ class CudaDriver:
         text = ctypes.create_string_buffer(32)
         _check("tell a PCI address", self._library.cuDeviceGetPCIBusId(text, 32, device))
         return text.value.decode().lower()
-
-
-class Working(Scope):
-    """In a context; None: in the one that the thread is in."""
-
-    __slots__ = ("_context", "_library")
-
-    def __init__(self, library: ctypes.PyDLL, context: int | None) -> None:
-        super().__init__()
-        self._library, self._context = library, context
-
-    def _exchange(self, mode: ctypes.c_int) -> None:
-        _check("change a capture mode", self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-
-    def _enter_device(self) -> None:
-        if self._context is not None:
-            _check("enter a context", self._library.cuCtxPushCurrent_v2(_POINTER(self._context)))
-
-    def _leave_device(self) -> None:
-        if self._context is not None:
-            _check("leave a context", self._library.cuCtxPopCurrent_v2(ctypes.byref(_POINTER())))
 
 
 def _batch_entry(library: ctypes.CDLL) -> "ctypes._FuncPointer | None":

@@ -54,35 +54,26 @@ class HipDriver:
     def wait(self, stream: int, event: int) -> None:
         _check("wait for an event", self._quick.hipStreamWaitEvent(stream, event, 0))
 
-    def working_in(self, device: int | None) -> "Working":
-        return Working(self._quick, device)
+    def working_in(self, device: int | None) -> Scope:
+        if device is None:
+            return Scope(self._exchange)
+        before = _INT()
+        return Scope(self._exchange, partial(self._enter, device, before), partial(self._set_device, before))
+
+    def _exchange(self, mode: ctypes.c_int) -> None:
+        _check("change a capture mode", self._quick.hipThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+    def _enter(self, device: int, before: ctypes.c_int) -> None:
+        _check("tell the device of a thread", self._quick.hipGetDevice(ctypes.byref(before)))
+        self._set_device(device)
+
+    def _set_device(self, device: int | ctypes.c_int) -> None:
+        _check("change the device of a thread", self._quick.hipSetDevice(device))
 
     def pci_address(self, device: int) -> str:
         text = ctypes.create_string_buffer(PCI_ADDRESS_BYTES)
         _check("tell a PCI address", self._library.hipDeviceGetPCIBusId(text, PCI_ADDRESS_BYTES, device))
         return text.value.decode().lower()
-
-
-class Working(Scope):
-    """With a device; None: with the thread's own."""
-
-    __slots__ = ("_before", "_device", "_library")
-
-    def __init__(self, library: ctypes.PyDLL, device: int | None) -> None:
-        super().__init__()
-        self._library, self._device, self._before = library, device, _INT()
-
-    def _exchange(self, mode: ctypes.c_int) -> None:
-        _check("change a capture mode", self._library.hipThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
-
-    def _enter_device(self) -> None:
-        if self._device is not None:
-            _check("tell the device of a thread", self._library.hipGetDevice(ctypes.byref(self._before)))
-            _check("change the device of a thread", self._library.hipSetDevice(self._device))
-
-    def _leave_device(self) -> None:
-        if self._device is not None:
-            _check("change the device of a thread", self._library.hipSetDevice(self._before))
 
 
 def hip_driver() -> HipDriver:

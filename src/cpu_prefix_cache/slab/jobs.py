@@ -1,19 +1,14 @@
-"""Threads that do what two queues hold: loads first, because a request waits for a load, and none for a store.
+"""Jobs of several threads, in two queues: loads first, because a request waits for a load, and none for a store.
 
 Some threads take no stores, so that a load never waits until the stores that have begun end. A job is a few MiB.
 """
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from cpu_prefix_cache.copier.switch_interval import short_switch_interval
+from cpu_prefix_cache.copier.job_thread import Job
 from cpu_prefix_cache.messages.plan import Direction
-
-logger = logging.getLogger(__name__)
-
-Job = Callable[[], object]
 
 
 class Jobs:
@@ -46,21 +41,3 @@ class Jobs:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-class JobThread(threading.Thread):
-    """Takes jobs of `directions`, in this order of urgency."""
-
-    def __init__(self, name: str, jobs: Jobs, directions: tuple[Direction, ...]) -> None:
-        super().__init__(name=name, daemon=True)
-        self._jobs, self._directions = jobs, directions
-        self.start()
-
-    def run(self) -> None:
-        while (job := self._jobs.take(self._directions)) is not None:
-            try:
-                with short_switch_interval():
-                    job()
-            except BaseException:  # a job keeps what its transfer has to know
-                logger.exception("%s was interrupted", self.name)
-            del job  # while this thread waits, it holds no transfer

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.job_thread import JobThread
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -30,7 +31,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
 from cpu_prefix_cache.messages.tier import READ_BYTES
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below
-from cpu_prefix_cache.slab.jobs import Jobs, JobThread
+from cpu_prefix_cache.slab.jobs import Jobs
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.slab.records import check_label
 
@@ -92,7 +93,8 @@ class TierCopier(Copier):
         self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
         both = Direction.LOAD, Direction.STORE
-        threads = [JobThread(f"slab-{at}", self._jobs, both if at < STORING else both[:1]) for at in range(THREADS)]
+        takes = [partial(self._jobs.take, both if at < STORING else both[:1]) for at in range(THREADS)]
+        threads = [JobThread(f"slab-{at}", take) for at, take in enumerate(takes)]
         self._end = weakref.finalize(self, end_outside_of, threads, os.getpid(), partial(_end, self._jobs, threads))
 
     def here(self) -> Event:
