@@ -19,7 +19,7 @@ from typing import Any
 
 from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierReport, Told
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
@@ -293,9 +293,9 @@ class FleetEngine(ThreeTierEngine):
             frozenset(call.plan.id for call in ended if call.ok),
             frozenset(call.plan.id for call in ended if not call.ok),
             load_bytes_per_second=self._meter.bytes_per_second,
+            unfit=tuple((call.plan.id, call.refused) for call in ended if call.refused),
         )
-        refused = tuple(Refusal(call.plan.id, call.refused) for call in ended if call.refused)
-        self.tiered.report_below(TierReport(transfers, refused, is_scanned=True, told=told))
+        self.tiered.report_below(TierReport(transfers, is_scanned=True, told=told))
         return len(ended) + len(told)
 
 

@@ -196,7 +196,7 @@ class Engine:
                 for slot, label in zip(copy.host_blocks, copy.labels, strict=True):
                     tier.write(slot, label, label.key)
         done = frozenset(transfer.id for transfer in plan.step.transfers)
-        cache.report_below(TierReport(RankReport(0, done), (), tier.next_generation, *tier.portion()))
+        cache.report_below(TierReport(RankReport(0, done), tier.next_generation, *tier.portion()))
 
     def hear(self, late: int) -> None:
         while len(self.told) > late:

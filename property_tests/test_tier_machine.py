@@ -31,7 +31,7 @@ from cpu_prefix_cache.deciding import (
     TransferPlan,
 )
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierPlan, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.tiers import questions, tiered_cache
 from property_tests.engines import HybridSlots, PoolSlots, QueueSlots, cache_options
@@ -428,10 +428,12 @@ class WithTier(PrefixCacheMachine):
         mine = {id: move.copied[rank] for id, move in self.moves.items() if rank in move.copied}
         mine = {id: ok for id, ok in mine.items() if id not in self.below_resolved and (id % 2 or not half)}
         done = frozenset(id for id, ok in mine.items() if ok)
-        refused = tuple(Refusal(id, tuple(each)) for id in done if (each := self.moves[id].refused.get(rank)))
-        transfers = RankReport(rank, done, frozenset(mine) - done, load_bytes_per_second=self.tier["rate"])
+        refused = tuple((id, tuple(each)) for id in done if (each := self.moves[id].refused.get(rank)))
+        transfers = RankReport(
+            rank, done, frozenset(mine) - done, load_bytes_per_second=self.tier["rate"], unfit=refused
+        )
         tier = self.tiers[rank]
-        report = TierReport(transfers, refused, tier.next_generation, *tier.portion())
+        report = TierReport(transfers, tier.next_generation, *tier.portion())
         if rank in self.shut:
             report = TierReport(RankReport(rank), next_generation=None)
         elif rank == 0:
@@ -451,7 +453,7 @@ class WithTier(PrefixCacheMachine):
         loads = [id for id, move in self.moves.items() if move.plan.direction is Direction.LOAD]
         id, rank = pick(loads, which), rank % len(self.ranks)
         late = RankReport(rank, late=frozenset([id]))
-        self.hear_below(TierReport(late, (), self.tiers[rank].next_generation, 0, (), False))
+        self.hear_below(TierReport(late, self.tiers[rank].next_generation, 0, (), False))
 
     def hear_below(self, report: TierReport) -> None:
         ledger = self.cache.below.edge.ledger

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cpu_prefix_cache.deciding import Direction, RankReport
-from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 
 SPOILT = "spoilt"
 OPENING_REPORTS = 5
@@ -74,9 +74,9 @@ class FakeTier:
                 del self.moves[id]
                 self._end(id, move)
         self.reports += 1
-        transfers = RankReport(self.rank, frozenset(self.done), frozenset(self.failed))
-        refused = tuple(Refusal(id, slots) for id, slots in self.refusals.items())
-        return TierReport(transfers, refused, is_scanned=self.reports > OPENING_REPORTS)
+        refused = tuple(self.refusals.items())
+        transfers = RankReport(self.rank, frozenset(self.done), frozenset(self.failed), unfit=refused)
+        return TierReport(transfers, is_scanned=self.reports > OPENING_REPORTS)
 
     @property
     def written_by_loads(self) -> set[int]:

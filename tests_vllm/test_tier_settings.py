@@ -335,7 +335,7 @@ def test_another_size_than_before_keeps_what_fits(tmp_path, path):
     worker.close()
     worker = worker_of(configure(tmp_path, tier(path, bytes=9_000_000)))
     loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
-    assert carry_out(worker, loads, {0}).refused == ()
+    assert carry_out(worker, loads, {0}).transfers.unfit == ()
     worker.close()
 
 
@@ -389,7 +389,7 @@ def test_rows_in_another_order_begin_anew(tmp_path, path, caplog):
     turned = {name: view.transpose(1, 2).contiguous().transpose(1, 2) for name, view in plain_caches().items()}
     worker = worker_of(config, caches=turned)
     loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
-    assert [each.slots for each in carry_out(worker, loads, {0}).refused] == [(1,)]
+    assert [slots for _, slots in carry_out(worker, loads, {0}).transfers.unfit] == [(1,)]
     assert caplog.text.count("begins anew") == 1 and "row order was" in caplog.text
     worker.close()
 
@@ -424,7 +424,7 @@ def test_a_worker_writes_what_its_host_block_holds_and_reads_it_back(tmp_path, p
     assert carry_out(worker, store, {0}).transfers.done == {0}
     loads = moving(1, Direction.LOAD, 9, 5, first), moving(2, Direction.LOAD, 8, 6, first)
     report = carry_out(worker, TierPlan(StepPlan(0, loads, resolved_below=1)), {1, 2})
-    assert (report.transfers.done, [each.slots for each in report.refused]) == ({1, 2}, [(8,)])
+    assert (report.transfers.done, [slots for _, slots in report.transfers.unfit]) == ({1, 2}, [(8,)])
     assert torch.equal(region[5], region[3])
     moved = worker.take_stats().data
     assert moved["tier_transferred_bytes:write"] == moved["tier_transferred_bytes:read"] == region.shape[1]
@@ -466,7 +466,7 @@ def test_a_reset_on_a_disk_that_is_read_only_does_not_end_the_worker(tmp_path, p
         for call in ("fsync", "unlink", "pwrite", "pwritev"):
             broken.setattr(os, call, read_only)
         report = carry_out(worker, TierPlan(StepPlan(1, transfers), first_generation=later), {1, 2})
-    assert report.transfers.failed == {1} and [each.slots for each in report.refused] == [(1,)]
+    assert report.transfers.failed == {1} and [slots for _, slots in report.transfers.unfit] == [(1,)]
     assert not list(path.rglob(MARK))
     again = TierPlan(StepPlan(1, (moving(3, Direction.STORE, 2, 3, later),)), first_generation=later)
     assert 3 in carry_out(worker, again, {3}).transfers.done and list(path.rglob(MARK))
@@ -486,8 +486,8 @@ def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
     worker = worker_of(config)
     assert not list(path.rglob(MARK))
     loads = moving(0, Direction.LOAD, 1, 5, first), moving(1, Direction.LOAD, 2, 6, later)
-    refused = carry_out(worker, TierPlan(StepPlan(0, loads)), {0, 1}).refused
-    assert sorted(slot for each in refused for slot in each.slots) == [1, 2]
+    refused = carry_out(worker, TierPlan(StepPlan(0, loads)), {0, 1}).transfers.unfit
+    assert sorted(slot for _, slots in refused for slot in slots) == [1, 2]
     worker.close()
 
 

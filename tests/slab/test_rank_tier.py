@@ -8,7 +8,7 @@ import pytest
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import CHUNK, Label
-from cpu_prefix_cache.messages.tier import Refusal, TierPlan
+from cpu_prefix_cache.messages.tier import TierPlan
 from cpu_prefix_cache.slab import scan as module
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.slab.settings import FileTier
@@ -65,7 +65,7 @@ def test_a_round_trip(decider):
     assert decider.put("abc").transfers.done == {0}
     decider.host.fill_(POISON)
     report = decider.step(decider.transfer(LOAD, "abc", block=4), resolved_below=1)
-    assert report.transfers.done == {1} and not report.transfers.failed and report.refused == ()
+    assert report.transfers.done == {1} and not report.transfers.failed and report.transfers.unfit == ()
     assert [chr(row[0]) for row in decider.host[4:7].tolist()] == ["a", "b", "c"]
     assert decider.tier.statistics().bytes_read == decider.tier.statistics().bytes_written == 3 * BLOCK
 
@@ -75,18 +75,18 @@ def test_refusals_are_repeated_until_their_load_is_resolved(decider):  # S8.6
     decider.damage(1)
     report = decider.step(decider.transfer(LOAD, "abc", block=4))
     assert report.transfers.done == {0, 1}
-    assert report.refused == (Refusal(1, (1,)),)
-    assert decider.step(resolved=(0,)).refused == (Refusal(1, (1,)),)
-    assert decider.step(resolved_below=2).refused == ()
+    assert report.transfers.unfit == ((1, (1,)),)
+    assert decider.step(resolved=(0,)).transfers.unfit == ((1, (1,)),)
+    assert decider.step(resolved_below=2).transfers.unfit == ()
 
 
 def test_two_loads_of_one_bad_slot_are_both_refused(decider):
     decider.put("ab")
     decider.damage(0)
     one, other = decider.transfer(LOAD, "ab"), decider.transfer(LOAD, "ab", block=4)
-    assert decider.step(one, other).refused == (Refusal(1, (0,)), Refusal(2, (0,)))
-    assert decider.step(resolved=(1,)).refused == (Refusal(2, (0,)),)
-    assert decider.step(decider.transfer(LOAD, "ab"), resolved_below=3).refused == (Refusal(3, (0,)),)
+    assert decider.step(one, other).transfers.unfit == ((1, (0,)), (2, (0,)))
+    assert decider.step(resolved=(1,)).transfers.unfit == ((2, (0,)),)
+    assert decider.step(decider.transfer(LOAD, "ab"), resolved_below=3).transfers.unfit == ((3, (0,)),)
 
 
 def test_a_slot_that_was_bad_is_good_once_written_again(decider):
@@ -96,7 +96,7 @@ def test_a_slot_that_was_bad_is_good_once_written_again(decider):
     decider.first += 1
     decider.put("ab")
     report = decider.step(decider.transfer(LOAD, "ab"), resolved_below=3)
-    assert report.transfers.done == {3} and report.refused == ()
+    assert report.transfers.done == {3} and report.transfers.unfit == ()
 
 
 def test_a_transfer_that_may_not_be_copied_fails_alone(decider):
@@ -115,7 +115,7 @@ def test_a_disk_that_breaks_fails_the_transfer(decider, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", breaks)
     report = decider.step(decider.transfer(LOAD, "ab"))
-    assert report.transfers.failed == {1} and report.refused == ()
+    assert report.transfers.failed == {1} and report.transfers.unfit == ()
 
 
 def test_a_load_whose_source_was_gone_is_reported_as_failed(decider):
@@ -131,7 +131,7 @@ def test_plans_of_another_version_are_refused(decider):
 def test_after_a_reset_nothing_from_before_is_served(decider, tmp_path):
     decider.put("ab")
     report = decider.step(decider.transfer(LOAD, "ab"), first_generation=decider.first + ord("b"))
-    assert report.refused == (Refusal(1, (0,)),)
+    assert report.transfers.unfit == ((1, (0,)),)
     decider.tier.close()
     again = Decider(tmp_path)
     assert again.slab.floor == again.first, "not even what was written after it"
@@ -159,7 +159,7 @@ def test_a_reset_does_not_wait_for_the_disk(decider, monkeypatch):
     assert eventually(lambda: syncing) and threading.current_thread() not in syncing
     load = decider.transfer(LOAD, "ab", block=4)
     decider.tier.run(TierPlan(StepPlan(0, (load,), resolved_below=1), later))
-    assert eventually(lambda: decider.tier.report().refused == (Refusal(1, (0, 1)),)), "loads go on"
+    assert eventually(lambda: decider.tier.report().transfers.unfit == ((1, (0, 1)),)), "loads go on"
     thaws.set()
 
 
@@ -237,7 +237,7 @@ def test_slots_found_by_a_restart_can_be_loaded(restarted):
     labels = tuple(each.label._replace(place=place) for place in range(2))
     load = TransferPlan(0, LOAD, (GroupCopy(0, each.slots, (4, 5), labels),), 2 * BLOCK)
     report = restarted.step(load)
-    assert report.transfers.done == {0} and report.refused == ()
+    assert report.transfers.done == {0} and report.transfers.unfit == ()
 
 
 def test_an_empty_slab_is_scanned_without_a_portion(decider):

@@ -23,7 +23,7 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.request import Answer
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierOptions, TierPlan, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.tier import TierStatistics
 from property_tests.engines import cache_options
@@ -196,20 +196,18 @@ class Tiered(Engine):
                 pairs = [pair for copy in transfer.copies for pair in zip(copy.host_blocks, copy.labels, strict=True)]
                 if transfer.direction is Direction.LOAD and ok:
                     lost = tuple(slot for slot, label in pairs if tier.read(slot, label) is None)
-                    refused += [Refusal(transfer.id, lost)] if lost else []
+                    refused += [(transfer.id, lost)] if lost else []
                 elif ok:
                     for slot, label in pairs:
                         tier.write(slot, label, label.key)
             done = {each.id for each in transfers if ok and not each.failed}
             failed = {each.id for each in transfers} - done
-            self.reports_below(RankReport(rank, frozenset(done), frozenset(failed)), tuple(refused), ranks=[rank])
+            self.reports_below(RankReport(rank, frozenset(done), frozenset(failed), unfit=tuple(refused)), ranks=[rank])
 
-    def reports_below(
-        self, transfers: RankReport | None = None, refused: tuple[Refusal, ...] = (), ranks: Iterable[int] | None = None
-    ) -> None:
+    def reports_below(self, transfers: RankReport | None = None, ranks: Iterable[int] | None = None) -> None:
         for rank in self.ranks if ranks is None else ranks:
             tier = self.tiers[rank]
-            report = TierReport(transfers or RankReport(rank), refused, tier.next_generation, *tier.portion())
+            report = TierReport(transfers or RankReport(rank), tier.next_generation, *tier.portion())
             if rank in self.shut:
                 report = TierReport(RankReport(rank), next_generation=None)
             self.cache.report_below(report)
@@ -312,7 +310,7 @@ class Shared(Tiered):
     def hears(self, told: Iterable[Told], rank: int = 0, heard: int | None = None) -> None:
         tier = self.tiers[rank]
         self.cache.report_below(
-            TierReport(RankReport(rank), (), tier.next_generation, is_scanned=True, told=tuple(told), heard=heard)
+            TierReport(RankReport(rank), tier.next_generation, is_scanned=True, told=tuple(told), heard=heard)
         )
         self.cache.check_valid()
 

@@ -113,7 +113,7 @@ def test_nothing_is_written_before_all_is_taken_in():
 
 def test_a_portion_that_was_lost_or_comes_again_changes_nothing():
     engine = restarted(["abcd"], portion=1)
-    one = TierReport(RankReport(0), (), engine.tiers[0].next_generation, *engine.tiers[0].portion())
+    one = TierReport(RankReport(0), engine.tiers[0].next_generation, *engine.tiers[0].portion())
     for _ in range(2):
         engine.cache.report_below(one)
     assert engine.below == {"a"}

@@ -89,8 +89,9 @@ class RankReport(NamedTuple):
 
     `ready_blocks` is how many host blocks the rank can copy to and from; None: as before. `late` are loads past their
     deadline, which count as failed but may still write. `load_bytes_per_second` is measured; None: not yet. `unfit` has
-    stores that are done, by their ids, and the first host blocks of pieces that did not fit their coded form; some may
-    be those of another store.
+    transfers that are done, by their ids, and blocks of the pool that do not hold what they should: of a store the
+    first ones of pieces that did not fit their coded form, some perhaps of another store; of a tier's load the slots
+    whose bytes do not match their labels.
     """
 
     rank: int

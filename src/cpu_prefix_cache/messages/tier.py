@@ -83,13 +83,6 @@ class Found(NamedTuple):
     slots: tuple[int, ...]
 
 
-class Refusal(NamedTuple):
-    """Slots of one load, which is done, whose bytes do not match their labels. Their host blocks hold nothing."""
-
-    transfer: int
-    slots: tuple[int, ...]
-
-
 class TierReport(NamedTuple):
     """Report of the tier of one rank, cumulatively.
 
@@ -101,7 +94,6 @@ class TierReport(NamedTuple):
     """
 
     transfers: RankReport
-    refused: tuple[Refusal, ...] = ()
     next_generation: int | None = 0
     portion: int = 0
     found: tuple[Found, ...] = ()

@@ -88,7 +88,7 @@ class Completion:
 
     def _leave_unfit(self, store: StoreTransfer) -> None:
         """Keep of a store what comes before the first node with a piece that does not fit; nothing if it has failed."""
-        keys, good = store.keys, self._first_refused(store, store.nodes)
+        keys, good = store.keys, self._first_unfit(store, store.nodes)
         if good == len(keys):
             return  # of a store that was submitted with it
         if store.succeeded:  # else a load that it follows may still read the blocks that it was to fill
@@ -121,10 +121,10 @@ class Completion:
         self._pool.abort(store.nodes[good:])
         self._ledger.shorten(store, good)
 
-    def _first_refused(self, transfer: Transfer, nodes: Sequence[int]) -> int:
-        """Which of its nodes is the first that has a refused block; as many as there are, if none has."""
+    def _first_unfit(self, transfer: Transfer, nodes: Sequence[int]) -> int:
+        """Which of its nodes is the first that has an unfit block; as many as there are, if none has."""
         blocks = (self._pool.all_blocks_of(node) for node in nodes)
-        return next((at for at, each in enumerate(blocks) if not transfer.refused.isdisjoint(each)), len(nodes))
+        return next((at for at, each in enumerate(blocks) if not transfer.unfit.isdisjoint(each)), len(nodes))
 
     def late(self, id: int) -> None:
         """A load is past its deadline: it has failed, but its destinations stay held, as it may still write to them."""
@@ -151,7 +151,7 @@ class Completion:
     def _count_in_a_row(self, transfer: Transfer) -> None:
         follows = transfer.follows if isinstance(transfer, StoreTransfer) else ()
         is_exchange = any(isinstance(each, LoadTransfer) for each in follows)  # its load counts
-        is_unfit = bool(transfer.refused) and isinstance(transfer, StoreTransfer)  # what its bytes are is no failure
+        is_unfit = bool(transfer.unfit) and isinstance(transfer, StoreTransfer)  # what its bytes are is no failure
         if not transfer.is_cancelled and not transfer.plan.failed and not is_exchange and not is_unfit:
             direction = transfer.plan.direction
             before = self._failures_in_a_row[direction]
@@ -177,9 +177,9 @@ class Completion:
 
     def _good(self, load: LoadTransfer) -> int:
         """How many of its source nodes, from the first on, hold what they should. Withdraws the others."""
-        if load.refused:
+        if load.unfit:
             sources = self._sources(load)
-            good = self._first_refused(load, sources)
+            good = self._first_unfit(load, sources)
             if good < len(sources):
                 self._withdraw(sources[good])
                 return good
@@ -212,7 +212,7 @@ class Completion:
             store = waiting.pop()
             if store.follows or not self._ledger.has_landed(store):
                 continue
-            if store.refused and not store.is_cancelled:
+            if store.unfit and not store.is_cancelled:
                 self._leave_unfit(store)
             is_committed = store.succeeded and self._commit(store)
             if is_committed:

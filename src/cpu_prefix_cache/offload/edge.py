@@ -163,9 +163,9 @@ class Edge:
         for id in report.late:
             self._completion.late(id)
         for id, blocks in report.unfit:
-            store = self.ledger.get(id)
-            if store is not None:
-                store.refused.update(blocks)
+            transfer = self.ledger.get(id)
+            if transfer is not None:
+                transfer.unfit.update(blocks)
         landed = list(self.ledger.report(report.rank, report.failed, done=False))
         landed += self.ledger.report(report.rank, report.done, done=True)
         for transfer in landed:

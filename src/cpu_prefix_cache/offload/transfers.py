@@ -38,7 +38,7 @@ class Transfer:
     deadline: float = 0.0  # seconds until which other requests wait for it (rule 12)
     is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
-    refused: set[int] = field(default_factory=set)  # blocks of the pool whose bytes were refused: unfit, or bad
+    unfit: set[int] = field(default_factory=set)  # blocks of the pool that do not hold what they should
 
     @property
     def id(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.plan import Direction, StepPlan
-from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below
 from cpu_prefix_cache.slab.tier_copier import Refused, SlotStatistics, TierCopier
@@ -66,13 +66,10 @@ class RankTier:
 
     def report(self) -> TierReport:
         transfers = self._worker.report()
-        refused = [Refusal(id, slots) for id in sorted(transfers.done) if (slots := self._refused_in(id))]
-        report = TierReport(
-            transfers._replace(load_bytes_per_second=self._copier.read_bytes_per_second),
-            tuple(refused),
-            self._below.next_generation,
-            is_scanned=True,
-        )
+        refused = tuple((id, slots) for id in sorted(transfers.done) if (slots := self._refused_in(id)))
+        rate = self._copier.read_bytes_per_second
+        transfers = transfers._replace(load_bytes_per_second=rate, unfit=refused)
+        report = TierReport(transfers, self._below.next_generation, is_scanned=True)
         return report if self._source is None else self._source.told(report)
 
     @property

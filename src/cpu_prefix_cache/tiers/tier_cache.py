@@ -238,11 +238,9 @@ class TierCache:
                 self._open()
         if rank == 0 and self._have_all_reported and not self.demotion.is_open:
             self._take_in(report)
-        for refusal in report.refused:
-            load = self.edge.ledger.loads.get(refusal.transfer)
-            if load is not None:
-                self._refused += len(set(refusal.slots) - load.refused)
-                load.refused.update(refusal.slots)
+        for id, slots in report.transfers.unfit:
+            load = self.edge.ledger.loads.get(id)
+            self._refused += 0 if load is None else len(set(slots) - load.unfit)
         if rank == 0:
             self._questions.told(report.told, report.heard)
         ended = []
