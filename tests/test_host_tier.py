@@ -21,7 +21,7 @@ from cpu_prefix_cache.memory import claims
 from cpu_prefix_cache.slab import allocation, opening
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.stores import opening as stores_opening
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 from cpu_prefix_cache.tier import TierUnavailable
 from tests.troubled_copiers import COPIERS
 from tiny_model import answer_alone

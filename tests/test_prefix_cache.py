@@ -113,7 +113,7 @@ def test_a_load_pairs_host_chunks_with_their_destinations():
     host = tuple(engine.cache.pool.find(key) for key in chain("abc"))
     assert plan.id == id and plan.copies[0].host_blocks == host
     assert plan.copies[0].device_blocks == tuple(engine.slots["r"][:3])
-    assert engine.reports([id]) == [Resolved(id, Direction.LOAD, "r", True, good=3)]
+    assert engine.reports([id]) == [Resolved(id, Direction.LOAD, "r", True)]
 
 
 def test_no_copy_is_early_unless_the_device_frees_blocks_after_their_use():

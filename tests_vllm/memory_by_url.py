@@ -1,6 +1,6 @@
 """Stores in the memory of this process by URL, "memory://name": what two engines of one test share."""
 
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 
 STORES = {}
 

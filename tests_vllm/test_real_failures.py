@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 import connector.vllm.worker as worker_module
-from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
+from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
@@ -184,7 +184,7 @@ def test_a_load_that_fails_after_its_end_was_announced_to_vllm_stops_the_engine(
             if not computes_at_once:
                 engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
             engine.copies.go_on()
-            with pytest.raises(AnnouncedLoadError, match="what it loads would be used"):
+            with pytest.raises(RuntimeError, match="what it loads would be used"):
                 engine.step_until(lambda: name in engine.finished, seconds=5)
 
 

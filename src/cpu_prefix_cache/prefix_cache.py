@@ -60,15 +60,12 @@ STORE_SECONDS = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A transfer that ended. A load that is not `ok` left nothing usable in its destinations; of one that is, the first
-    `good` nodes that it read were right (all of them, but in a tier).
-    """
+    """A transfer that ended. A load that is not `ok` left nothing usable in its destinations."""
 
     id: int
     direction: Direction
     request_id: Hashable | None
     ok: bool
-    good: int = 0
 
 
 @dataclass(slots=True)
@@ -455,7 +452,7 @@ class CPUPrefixCache:
         running = self._running.get(transfer.request_id)
         if running is not None and running.load is transfer:
             running.load = None
-        return Resolved(transfer.id, Direction.LOAD, transfer.request_id, ended.ok, transfer.good)
+        return Resolved(transfer.id, Direction.LOAD, transfer.request_id, ended.ok)
 
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         """Hook of a cache above a tier: the chunks of these stores can be found from now on."""

@@ -8,8 +8,8 @@ import pytest
 
 from cpu_prefix_cache import PrefixCacheError
 from cpu_prefix_cache.stores.keyed_store import Got
-from cpu_prefix_cache.stores.memory_store import MemoryStore
 from cpu_prefix_cache.stores.opening import OURS
+from cpu_prefix_cache.testing import MemoryStore
 from cpu_prefix_cache.tools.bench import slot_rates, tier_bench
 from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
 from cpu_prefix_cache.tools.bench.slot_rates import measure_slots

@@ -8,7 +8,7 @@ import pytest
 from connector.tier.options import TierOption
 from connector.tier.revision import MAX_BYTES, read_revision, reset
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 from tests.stores.test_shared import engine_with, serve, shared
 
 

@@ -8,7 +8,7 @@ from connector.transformers import PrefixCachedGenerator, identity
 from connector.transformers.identity import model_name, weights_revision
 from cpu_prefix_cache import ConfigurationError, SharedTier
 from cpu_prefix_cache.slab.settings import FileTier
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 
 PROMPT = [at * 7 % 256 for at in range(400)]
 HOST_BYTES, TIER_BYTES = 4 << 20, 32 << 20

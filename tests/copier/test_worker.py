@@ -11,7 +11,7 @@ import pytest
 
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.early import AnnouncedLoadError, EarlyEnds
+from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
@@ -419,7 +419,7 @@ class RaisingOnce(Passed):
 
 def announced(worker):
     """Compute would run behind load 0."""
-    with pytest.raises(AnnouncedLoadError):
+    with pytest.raises(RuntimeError, match="said to be ending, has failed"):
         EarlyEnds(worker, worker._copier).hold_compute({0})
 
 
@@ -598,7 +598,7 @@ def test_once_it_is_submitted_compute_alone_waits(paced, early, held):
 def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, early, held):
     held.let_through.release()
     held.ended.add((1, "broken"))
-    with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
+    with pytest.raises(RuntimeError, match="load 1, said to be ending"):
         early.hold_compute({1})
     assert paced.report().failed == {1}
 
@@ -608,7 +608,7 @@ def test_an_announced_load_that_fails_raises_until_the_next_plan_settles_it(pace
     held.let_through.release()
     held.ended.add((1, "broken"))
     assert eventually(lambda: paced.report().failed == {1})
-    with pytest.raises(AnnouncedLoadError, match="load 1, said to be ending"):
+    with pytest.raises(RuntimeError, match="load 1, said to be ending"):
         early.still_open({1})
     paced.run(StepPlan(0, (), resolved=(1,)))
     assert early.still_open({1}) == set()
@@ -616,7 +616,7 @@ def test_an_announced_load_that_fails_raises_until_the_next_plan_settles_it(pace
 
 def test_so_is_one_that_has_not_ended_by_its_deadline(paced, early):
     paced.now = 161.0
-    with pytest.raises(AnnouncedLoadError):
+    with pytest.raises(RuntimeError, match="said to be ending, has failed"):
         early.hold_compute({1})
     assert early.ends_soon(1000) == set()
 

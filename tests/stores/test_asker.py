@@ -12,7 +12,7 @@ from cpu_prefix_cache.messages.tier import Ask, TierPlan, TierReport, Told
 from cpu_prefix_cache.stores import asker
 from cpu_prefix_cache.stores.asker import FIRST_PORTION, Asker
 from cpu_prefix_cache.stores.frame import Names
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 
 GRID = 4
 FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from cpu_prefix_cache.stores.keyed_store import Got
-from cpu_prefix_cache.stores.memory_store import MemoryStore
-from cpu_prefix_cache.testing import check_store
+from cpu_prefix_cache.testing import MemoryStore, check_store
 from tests.stores.client import Client
 from tests.stores.example_store import FolderStore
 

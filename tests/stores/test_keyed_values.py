@@ -15,7 +15,7 @@ from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.stores import frame, keyed_values
 from cpu_prefix_cache.stores.deletions import CREDITS
 from cpu_prefix_cache.stores.keyed_values import CALL_VALUES, CALLS, KeyedValues
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 
 SIZE, BLOCKS = 96, 200
 POISON = 0xA5

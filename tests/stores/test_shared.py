@@ -12,7 +12,7 @@ import pytest
 from cpu_prefix_cache import ConfigurationError, SharedTier
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.stores import frame
-from cpu_prefix_cache.stores.memory_store import MemoryStore
+from cpu_prefix_cache.testing import MemoryStore
 from cpu_prefix_cache.tiers import questions, tier_cache
 from tests.test_host_tier import BLOCK_TOKENS, HOST_BLOCKS, engine_with, serve
 

@@ -17,10 +17,6 @@ from cpu_prefix_cache.copier.worker import CopyWorker
 NAP_SECONDS = 100e-6
 
 
-class AnnouncedLoadError(RuntimeError):
-    """A load that `ends_soon` named has failed or is late, and the engine relies on the blocks that it was to fill."""
-
-
 class EarlyEnds:
     """The ends of one worker's loads before they come, by the worker's `clock`. Called by the thread that calls it."""
 
@@ -42,11 +38,11 @@ class EarlyEnds:
 
     def still_open(self, ids: Iterable[int]) -> set[int]:
         """Which of these loads have not ended. Called before each plan, because a plan may have an end forgotten.
-        Raises AnnouncedLoadError if one has failed or is late."""
+        Raises RuntimeError if one has failed or is late: the engine relies on the blocks that it was to fill."""
         report = self._worker.report()
         lost = sorted((report.failed | report.late).intersection(ids))
         if lost:
-            raise AnnouncedLoadError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
+            raise RuntimeError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
         return {load.transfer.id for load in self._worker.open_loads()}.intersection(ids)
 
     def hold_compute(self, ids: Iterable[int]) -> None:
@@ -60,4 +56,4 @@ class EarlyEnds:
                 self._copier.hold_compute(event)
             except Exception as error:
                 note_failure(load, error)
-                raise AnnouncedLoadError(f"load {load.transfer.id}, said to be ending, has failed: {error}") from error
+                raise RuntimeError(f"load {load.transfer.id}, said to be ending, has failed: {error}") from error

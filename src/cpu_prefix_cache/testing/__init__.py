@@ -1,4 +1,5 @@
-"""Checks of devices and stores that others write for this library, and copiers with faults, for their authors' tests.
+"""Checks of devices and stores that others write for this library, copiers with faults and a store in memory, for their
+authors' tests.
 
 A name is imported when it is used: `check_device` and `Trial` need Hypothesis (extra `testing`), copiers need torch.
 """
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpu_prefix_cache.testing.copiers import CorruptingCopier, FailingCopier, LateCopier, MeddlingCopier
     from cpu_prefix_cache.testing.device import Trial, check_device
+    from cpu_prefix_cache.testing.memory_store import MemoryStore
     from cpu_prefix_cache.testing.store import check_store
 
 _HOMES = {
@@ -16,6 +18,7 @@ _HOMES = {
     "FailingCopier": "copiers",
     "LateCopier": "copiers",
     "MeddlingCopier": "copiers",
+    "MemoryStore": "memory_store",
     "Trial": "device",
     "check_device": "device",
     "check_store": "store",
@@ -26,6 +29,7 @@ __all__ = [
     "FailingCopier",
     "LateCopier",
     "MeddlingCopier",
+    "MemoryStore",
     "Trial",
     "check_device",
     "check_store",

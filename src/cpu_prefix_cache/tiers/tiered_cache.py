@@ -76,7 +76,6 @@ class Want:
     deadline: float
     unread: int = 0  # bytes that are still to be asked for
     has_begun: bool = False
-    resident: int = 0  # chunks that the host has, and the lease keeps
     lease: Pin | None = None
     blocks: int = 0  # host blocks that were promoted for it, and have landed
     is_over: bool = False  # nothing more comes
