@@ -21,7 +21,6 @@ from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierReport, Told
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.stores.asker import CALL_SECONDS, FIRST_PORTION
@@ -29,6 +28,7 @@ from cpu_prefix_cache.stores.keyed_values import CALL_VALUES, GET_SECONDS, PUT_S
 from cpu_prefix_cache.stores.settings import ASK_SECONDS, REMEMBERED
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 from cpu_prefix_cache.tools.replay.below import ThreeTierEngine
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest

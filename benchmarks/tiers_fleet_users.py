@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from cpu_prefix_cache.model.prefill_work import Work
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 from tiers_fleet_parts import FleetEngine

@@ -13,20 +13,18 @@
 from bisect import bisect_left, bisect_right
 from math import inf
 
-from cpu_prefix_cache.model.prefill_work import Work
-
 STEP = 1.25  # with 1.1 and 1.5 the time saved is within .9 points (docs/policies.md)
 DEEPEST = range(1, 1 << 22)  # chunks
 
 
 class Levels:
-    """`even_depth` is in chunks; infinite: all depths cost the same. `costs` are those of the levels."""
+    """At `even_depth`, in chunks, the attention of a chunk costs as much as everything else of it; infinite: all depths
+    cost the same. `costs` are those of the levels.
+    """
 
     def __init__(self, even_depth: float = inf) -> None:
         def cost(depth: int) -> float:
-            chunk = Work()
-            chunk.add(depth - 1, depth)
-            return chunk.at_start(even_depth)
+            return 1 + depth / even_depth
 
         self.costs = [1.0]
         self._begins: list[int] = []  # of all levels but the first

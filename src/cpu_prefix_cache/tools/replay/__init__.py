@@ -9,6 +9,7 @@ two_tiers          a device pool with the host behind it: CPUPrefixCache, lazy o
 below              a host, or a device and a host, with a tier below, through the code of `tiers`
 clairvoyant        references: an infinite cache, and one that knows the future
 at_eviction        a reference for two tiers: every block is stored when the upper evicts it
+prefill_work       what it takes to compute tokens, by how deep they are
 seconds_saved      what hits save in prefill time, by depth, and in money
 outcome            results of replays
 describe report    what is printed: above the table, and the table

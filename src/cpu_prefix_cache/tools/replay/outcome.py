@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from cpu_prefix_cache.model.prefill_work import Work
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
 

@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.tools.replay.flops import Flops, read_flops
 from cpu_prefix_cache.tools.replay.options import positive, rate
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.traces import Trace
 

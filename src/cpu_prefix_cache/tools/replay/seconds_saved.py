@@ -3,7 +3,7 @@
     saved = seconds to compute what was loaded - loaded bytes / host rate - bytes read from below / below rate
     seconds to compute = (tokens + pairs / even depth) / prefill rate
 
-Pairs and the even depth are those of `model/prefill_work.py`. The prefill rate is that at the beginning of a prompt.
+Pairs and the even depth are those of `prefill_work.py`. The prefill rate is that at the beginning of a prompt.
 
 Checked with vLLM 0.32 on an H200 (docs/performance.md): from 214 ms for 8,224 tokens follow 1,194 for 32,800; measured
 1,188.
@@ -26,8 +26,8 @@ A tier is not read where that takes longer than computing (`tiers/time_saved.py`
 import math
 from dataclasses import dataclass
 
-from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 
 SECONDS_AN_HOUR = 3600
 

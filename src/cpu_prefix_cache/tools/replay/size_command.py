@@ -17,7 +17,6 @@ from pathlib import Path
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.model.groups import Group
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.tools.replay.capacities import doublings
 from cpu_prefix_cache.tools.replay.clairvoyant import replay_ideal
 from cpu_prefix_cache.tools.replay.describe import describe_depth, describe_rates, describe_trace
@@ -37,6 +36,7 @@ from cpu_prefix_cache.tools.replay.options import (
 )
 from cpu_prefix_cache.tools.replay.outcome import Ratios
 from cpu_prefix_cache.tools.replay.plot import draw
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.rate_options import add_rate_options, even_depth_of, flops_of, rates_of
 from cpu_prefix_cache.tools.replay.results_json import head
 from cpu_prefix_cache.tools.replay.resumable import ResumableReplay, blocks_of_everything

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.model.prefill_work import Work
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 
 # The bisection ends when the answer is at most this share above a capacity that misses the goal.
 CLOSE = 0.02

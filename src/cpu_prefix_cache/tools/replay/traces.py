@@ -22,8 +22,8 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 
-from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.tools.replay.lines import TraceError
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.sharing import Apart
 from cpu_prefix_cache.tools.replay.trace_file import TraceFile, TraceRequest
 from cpu_prefix_cache.tools.replay.trace_guesses import UNITS_A_SECOND, time_unit_of

@@ -21,13 +21,13 @@ from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Answer, Hit, Request
 from cpu_prefix_cache.model.groups import PrefixGroup
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.model.prefill_work import Work
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.outcome import Tally
+from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 

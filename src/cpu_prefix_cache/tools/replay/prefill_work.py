@@ -1,7 +1,7 @@
 """Cost of prefill, as a count of tokens at the beginning of a prompt.
 
 A *pair* is a token and one that it attends to, so tokens deep in a prompt have many. At the *even depth* a token's
-attention takes as long as everything else of it: 26,624 tokens in Llama 3.1 8B (`tools/replay/flops.py`).
+attention takes as long as everything else of it: 26,624 tokens in Llama 3.1 8B (`flops.py`).
 
 >>> end = Work()
 >>> end.add(26_623, 26_624)
