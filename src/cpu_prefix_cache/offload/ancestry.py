@@ -17,21 +17,31 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class Ancestry(Protocol):
-    """Questions of lazy about the chunks and checkpoints on a device, and its reports. `lost`: see `Offload.lost`."""
+    """Questions of lazy about the chunks and checkpoints on a device, and its reports; a device that knows them already
+    takes none. `lost`: see `Offload.lost`.
+    """
 
     lost: int
 
+    def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
+        return ()
+
+    def add_checkpoint(self, checkpoint: CheckpointAt) -> None:
+        return
+
+    def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return ()
+
+    def saved(self, keys: Sequence[bytes]) -> None:
+        return
+
     def __len__(self) -> int: ...
-    def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]: ...
-    def add_checkpoint(self, checkpoint: CheckpointAt) -> None: ...
     def sweep(self) -> Collection[bytes]: ...
-    def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]: ...
     def is_dependent(self, key: bytes) -> bool: ...
     def checkpoint(self, key: bytes) -> CheckpointAt | None: ...
     def missing_above(
         self, key: bytes, is_covered: Callable[[bytes], bool]
     ) -> tuple[list[bytes], bytes | None] | None: ...
-    def saved(self, keys: Sequence[bytes]) -> None: ...
     def unwanted(self, keys: Sequence[bytes]) -> None: ...
     def clear(self) -> None: ...
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.ancestry import Ancestry
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
-class HostAncestry:
+class HostAncestry(Ancestry):
     """The chunks of `host` and their parents. `is_covered` is true of a chunk that the tier has, or will have."""
 
     def __init__(self, host: BlockPool, planner: HybridChunkPlanner, is_covered: Callable[[bytes], bool]) -> None:
@@ -58,20 +59,6 @@ class HostAncestry:
 
     def unwanted(self, keys: Sequence[bytes]) -> None:
         self._unwanted.update(keys)
-
-    # Told, and known already
-
-    def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
-        return ()
-
-    def add_checkpoint(self, checkpoint: CheckpointAt) -> None:
-        pass
-
-    def saved(self, keys: Sequence[bytes]) -> None:
-        pass
-
-    def handed_out(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        return ()
 
     def clear(self) -> None:
         self._host.take_departed()
