@@ -98,26 +98,26 @@ class Binding:
                 f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
                 f"of {piece.host_blocks} and {piece.device_blocks}"
             )
-        _check_range("host", copy.host_blocks, self.host.shape[0])
-        _check_range("device", copy.device_blocks, self.groups[copy.group].parts[0].shape[0])
+        check_range("host blocks", copy.host_blocks, self.host.shape[0])
+        check_range("device blocks", copy.device_blocks, self.groups[copy.group].parts[0].shape[0])
         if self._null_block is not None and self._null_block in copy.device_blocks:
             raise MisuseError(f"block {self._null_block} of group {piece.group.name!r} is the null block")
 
 
-def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
+def check_range(what: str, ids: Sequence[int], limit: int) -> None:
     """Raise MisuseError unless all `ids` are in [0, limit)."""
     if not ids:
         return
     try:
         numbers = array("q", ids)
     except (TypeError, OverflowError) as error:
-        raise MisuseError(f"{what} blocks must be whole numbers from 0 to {limit - 1}: {error}") from error
+        raise MisuseError(f"{what} must be whole numbers from 0 to {limit - 1}: {error}") from error
     if len(numbers) <= FEW_IDS:
         least, most = min(numbers), max(numbers)
     else:
         least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
     if least < 0 or most >= limit:
-        raise MisuseError(f"{what} blocks must be from 0 to {limit - 1}, got {least} to {most}")
+        raise MisuseError(f"{what} must be from 0 to {limit - 1}, got {least} to {most}")
 
 
 def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:

@@ -20,7 +20,6 @@ True
 import logging
 from math import ceil
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 
 logger = logging.getLogger(__name__)
@@ -44,13 +43,9 @@ class BreakEven:
     None.
 
     `bytes_per_token` is how many bytes of chunks a token has on each of `ranks` ranks.
-
-    Raises ConfigurationError for a negative number of tokens.
     """
 
     def __init__(self, said: int | None, bytes_per_token: float, ranks: int) -> None:
-        if said is not None and said < 0:
-            raise ConfigurationError(f"min_load_tokens must be at least 0, got {said}")
         self._said = said
         self._bytes_per_token = bytes_per_token
         self._ranks = ranks

@@ -8,7 +8,7 @@ So what steps N to N + R can hand out has to be covered before: that is how far 
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.numbers import check_whole
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 
@@ -48,9 +48,8 @@ class EngineSteps:
             ("blocks_per_chunk", 1),
             ("ahead_blocks", 1),
         ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigurationError(f"{name} must be at least {least}, got {value}")
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least)
 
     def blocks(self, planner: HybridChunkPlanner, running: int) -> int:
         """How many device blocks a step can allocate while `running` requests run."""

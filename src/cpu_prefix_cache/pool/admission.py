@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.numbers import check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,8 @@ class Thresholds:
     min_store_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("store_after", self.store_after, 1),
-            ("min_store_tokens", self.min_store_tokens, 0),
-        ):
-            if value < least:
-                raise ConfigurationError(f"{name} must be at least {least}, got {value}")
+        check_whole("store_after", self.store_after, 1)
+        check_whole("min_store_tokens", self.min_store_tokens, 0)
 
     def __bool__(self) -> bool:
         """Whether anything may be held back: else nobody needs to check."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.binding import check_range
 from cpu_prefix_cache.copier.job_thread import JobThread
 from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.memory.ending import end_outside_of
@@ -151,9 +152,8 @@ class TierCopier(Copier):
         slots, blocks, labels = copy.host_blocks, copy.device_blocks, copy.labels
         if not len(slots) == len(blocks) == len(labels):
             raise MisuseError(f"{len(slots)} slots, {len(blocks)} host blocks, {len(labels)} labels: not one for each")
-        if blocks:
-            _check_range("host blocks", blocks, self._region.num_blocks)
-            _check_range("slots", slots, self.below.slots)
+        check_range("host blocks", blocks, self._region.num_blocks)
+        check_range("slots", slots, self.below.slots)
         places = self._pieces[copy.group].host_blocks
         for label in labels:
             check_label(label)
@@ -270,11 +270,6 @@ class _Region:
 def _keep(below: Below) -> None:
     with contextlib.suppress(OSError):  # which has been logged, and every write meets it again
         below.keep()
-
-
-def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
-    if not all(type(id) is int for id in ids) or min(ids) < 0 or max(ids) >= limit:
-        raise MisuseError(f"{what} are whole numbers from 0 to {limit - 1}, got some of {list(ids[:4])} ...")
 
 
 def _end(jobs: Jobs, threads: Sequence[threading.Thread]) -> None:
