@@ -25,6 +25,7 @@ import stat
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import addressof, c_char
@@ -43,20 +44,15 @@ _held: set[int] = set()  # files of this process, which a forked child must not 
 _files: MutableMapping[mmap.mmap, int] = weakref.WeakKeyDictionary()  # the claim of each region
 
 
-class Process(NamedTuple):
-    """A process of a namespace of pids. `groups` are the control groups that limit it."""
+class Claim(NamedTuple):
+    """A region of a process `pid` of a namespace of pids, which the control groups `groups` limit: its addresses, and
+    the descriptor there of the file that it is, or -1. `not_taken` are bytes, as its owner counts them where it takes
+    pages ahead, and else 0.
+    """
 
     pid: int
     namespace: int
     groups: tuple[str, ...]
-
-
-class Claim(NamedTuple):
-    """A region of a process: its addresses, and the descriptor there of the file that it is, or -1. `not_taken` are
-    bytes, as its owner counts them where it takes pages ahead, and else 0.
-    """
-
-    process: Process
     region: range
     file: int
     not_taken: int
@@ -71,12 +67,12 @@ class Promise(NamedTuple):
 
 def promises() -> list[Promise]:
     """To all living processes, this one too."""
-    claims: dict[Process, list[Claim]] = {}
+    claims = defaultdict[tuple[int, int], list[Claim]](list)  # by process
     folder = _folder()
     for name in [] if folder is None else os.listdir(folder):
         if folder is not None and name != LOCK and (claim := _read(folder, name)) is not None:
-            claims.setdefault(claim.process, []).append(claim)
-    return [Promise(_not_taken(process, own), process.groups) for process, own in claims.items()]
+            claims[claim.pid, claim.namespace].append(claim)
+    return [Promise(_not_taken(own), own[0].groups) for own in claims.values()]
 
 
 @contextmanager
@@ -171,8 +167,8 @@ def _read(folder: int, name: str) -> Claim | None:
             return None
         not_taken, _, values = os.read(file, CLAIM_BYTES).partition(b"\n")
         begin, num_bytes, pid, namespace, groups, shared = json.loads(values)
-        process = Process(int(pid), int(namespace), tuple(groups))
-        return Claim(process, range(int(begin), int(begin) + int(num_bytes)), int(shared), int(not_taken))
+        region = range(int(begin), int(begin) + int(num_bytes))
+        return Claim(int(pid), int(namespace), tuple(groups), region, int(shared), int(not_taken))
     except (OSError, ValueError, TypeError):
         return None
     finally:
@@ -216,14 +212,14 @@ def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def _not_taken(process: Process, own: Sequence[Claim]) -> int:
-    """Bytes not taken, by the owner's count, where the kernel has none."""
-    if process.namespace != _pid_namespace():
+def _not_taken(own: Sequence[Claim]) -> int:
+    """Bytes of one process not taken, by its own count where the kernel has none."""
+    if own[0].namespace != _pid_namespace():
         return sum(each.not_taken for each in own)
     private = [each.region for each in own if each.file < 0]
     try:
         of_files = sum(_not_in_file(each) for each in own if each.file >= 0)
-        lines = Path(f"/proc/{process.pid}/smaps").read_text().splitlines() if private else []
+        lines = Path(f"/proc/{own[0].pid}/smaps").read_text().splitlines() if private else []
     except OSError:
         return 0
     return of_files + max(0, sum(map(len, private)) - _resident_bytes(lines, private))
@@ -231,7 +227,7 @@ def _not_taken(process: Process, own: Sequence[Claim]) -> int:
 
 def _not_in_file(claim: Claim) -> int:
     """Whichever of the processes that map it has taken the rest."""
-    status = os.stat(f"/proc/{claim.process.pid}/fd/{claim.file}")
+    status = os.stat(f"/proc/{claim.pid}/fd/{claim.file}")
     return max(0, len(claim.region) - 512 * status.st_blocks)
 
 
