@@ -47,6 +47,7 @@ from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
+from cpu_prefix_cache.tiers.keyed_tier import Ended, KeyedTier, Name
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 from cpu_prefix_cache.tiers.time_saved import seconds_saved
@@ -65,6 +66,7 @@ __all__ = [
     "ChunkLocalGroup",
     "Codec",
     "Direction",
+    "Ended",
     "EngineSteps",
     "EngineTraits",
     "FAR_CHUNKS",
@@ -76,9 +78,11 @@ __all__ = [
     "HybridChunkPlanner",
     "InternalError",
     "KVCacheCoordinator",
+    "KeyedTier",
     "Lease",
     "MIN_TIMED_TOKENS",
     "MISS",
+    "Name",
     "Notes",
     "OVERHEAD_SECONDS",
     "Piece",

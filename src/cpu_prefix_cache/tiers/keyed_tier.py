@@ -1,0 +1,304 @@
+"""KeyedTier: a tier for an engine that keeps an index of its own host memory, and names single host blocks by keys.
+
+Such an engine says what is stored and what is loaded, in *jobs* of its own, and no more: not which key follows which.
+So the index here is flat, and the least recently used slot is given away first.
+
+    name     a key, and the number of a group beside it: what one host block, and one slot, holds
+    store    names that are neither here nor on their way get slots, for which others leave; found once written
+    load     its slots are pinned until it ends; those that are refused lose their names, as do all of one that failed
+    reset    nothing from before is found or served; what is under way ends, and its job has lost all its names
+
+Each job ends exactly once, with the names that it has lost. It has also lost those that a load does not find, and that
+a store leaves out: before all from before a restart is taken in, while writes fail, and where too much of the host
+waits to be written. (An engine holds host blocks for as long.) A tier whose reads fail or hang finds nothing for a
+while. Bytes, labels and generations are those of every tier in files (`tier_cache.py`).
+"""
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cpu_prefix_cache.messages.generations import begin_of, range_of
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label, StepPlan, TransferPlan
+from cpu_prefix_cache.messages.tier import Found, TierPlan, TierReport
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
+from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
+
+logger = logging.getLogger(__name__)
+
+WRITTEN_SHARE = 4  # while this part of the host waits to be written, nothing more is
+
+
+class Name(NamedTuple):
+    """Content of one host block: `key` is a digest, `number` that of a group, which keeps something else under it."""
+
+    key: bytes
+    number: int = 0
+
+    @property
+    def spelled(self) -> bytes:
+        return self.key + self.number.to_bytes(1, "little")
+
+
+class Ended(NamedTuple):
+    """The job with this number has ended: all of it was stored, or loaded, but what it has `lost`."""
+
+    job: int
+    lost: frozenset[Name]
+
+
+class KeyedStatistics(NamedTuple):
+    """`held` names are found. `refused` slots did not hold what they should. Stores left out `unsaved` names."""
+
+    held: int
+    refused: int
+    unsaved: int
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A job on its way: `nodes[i]` of the pool, which is also a slot, holds `names[i]`."""
+
+    job: int
+    names: Sequence[Name]
+    nodes: Sequence[int]
+    lost: Collection[Name]
+    epoch: int
+    since: float
+    pin: Pin | None = None  # of a load
+
+
+class KeyedTier:
+    """`slots` slots below `host_blocks` host blocks of `block_bytes` bytes, for one rank."""
+
+    def __init__(self, slots: int, *, host_blocks: int, block_bytes: int) -> None:
+        self._pool = BlockPool(slots)
+        self._block_bytes = block_bytes
+        self._may_wait = max(1, host_blocks // WRITTEN_SHARE)
+        self._generations = array("Q", bytes(8 * slots))  # of each slot
+        self._first = self._next = 0  # generations: the first that is served, the next that is given
+        self._epoch = 0  # resets
+        self._was_reset = False  # before it was open
+        self._is_open = self._is_whole = False  # whole: all from before a restart is taken in
+        self._taken = 0  # portions of that
+        self._now = 0.0
+        self._breakers = {direction: _Breaker(direction) for direction in Direction}
+        self._transfers: dict[int, _Transfer] = {}  # by their numbers, in the order in which they began
+        self._writing: dict[Name, None] = {}
+        self._new: list[TransferPlan] = []
+        self._resolved: list[int] = []
+        self._ended: list[Ended] = []
+        self._next_id = 0
+        self._counts = Counter[str]()
+
+    # Looking
+
+    def has(self, name: Name) -> bool:
+        """Whether a load of this name is worth a try."""
+        return self._can_be_read and self._pool.find(name.spelled) is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all from before a restart is taken in, and new names are stored."""
+        return self._is_whole
+
+    def statistics(self) -> KeyedStatistics:
+        return KeyedStatistics(self._pool.statistics().cached, self._counts["refused"], self._counts["unsaved"])
+
+    def check_valid(self) -> None:
+        """Assert every rule that is kept here. For tests."""
+        self._pool.check_valid()
+        waiting = [node for each in self._transfers.values() if each.pin is None for node in each.nodes]
+        assert len(set(waiting)) == len(waiting), "a slot is written twice"
+        assert all(self._pool.find(name.spelled) is None for name in self._writing), "a name is here and being written"
+
+    # Jobs
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`, in seconds."""
+        self._now = now
+
+    def touch(self, names: Sequence[Name]) -> None:
+        """A request uses these; what it can do without first comes last."""
+        for name in reversed(names):
+            node = self._pool.find(name.spelled)
+            if node is not None:
+                self._pool.touch(node)
+
+    def store(self, job: int, names: Sequence[Name], blocks: Sequence[int]) -> None:
+        """Keep what these host blocks hold; until the job ends they keep it, too."""
+        wanted = {name: block for name, block in zip(names, blocks, strict=True) if not self._is_known(name)}
+        nodes = self._pool.take(len(wanted) if self._can_be_written else 0)
+        taken = [*wanted][: len(nodes)]
+        lost = [*wanted][len(nodes) :]
+        self._counts["unsaved"] += len(lost)
+        for node in nodes:
+            self._generations[node] = self._next
+            self._next += 1
+        self._writing.update(dict.fromkeys(taken))
+        transfer = _Transfer(job, taken, nodes, lost, self._epoch, self._now)
+        self._begin(Direction.STORE, transfer, [wanted[name] for name in taken])
+
+    def load(self, job: int, names: Sequence[Name], blocks: Sequence[int]) -> None:
+        """Fill these host blocks. What those hold whose names are lost is undefined."""
+        found = [(self._pool.find(name.spelled), name, block) for name, block in zip(names, blocks, strict=True)]
+        here = [(node, name, block) for node, name, block in found if node is not None and self._can_be_read]
+        nodes = [node for node, _, _ in here]
+        taken = [name for _, name, _ in here]
+        transfer = _Transfer(job, taken, nodes, {*names} - {*taken}, self._epoch, self._now)
+        if nodes:
+            transfer.pin = self._pool.pin(*nodes)
+        self._begin(Direction.LOAD, transfer, [block for _, _, block in here])
+
+    def reset(self) -> None:
+        """The weights are others, or may be."""
+        self._pool.reset()
+        self._epoch += 1
+        self._was_reset = not self._is_open
+        self._first = self._next = begin_of(range_of(self._next) + 1)
+        self._writing.clear()
+
+    # Messages
+
+    def plan(self) -> TierPlan:
+        """Work that is to begin now."""
+        oldest = next(iter(self._transfers), self._next_id)
+        step = StepPlan(self._epoch, tuple(self._new), (), oldest, tuple(self._resolved))
+        self._new, self._resolved = [], []
+        return TierPlan(step, self._first, self._taken)
+
+    def report(self, report: TierReport) -> list[Ended]:
+        """Jobs that end with this report of the rank. Reports may be repeated."""
+        if report.next_generation is not None and not self._is_open:
+            self._open(report.next_generation)
+        if self._is_open and not self._is_whole:
+            self._take_in(report)
+        refused = {each.transfer: each.slots for each in report.refused}
+        transfers = report.transfers
+        for id in sorted((transfers.done | transfers.failed) & self._transfers.keys()):
+            self._end(id, id in transfers.done, refused.get(id, ()))
+        ended, self._ended = self._ended, []
+        return ended
+
+    # Details
+
+    @property
+    def _can_be_read(self) -> bool:
+        oldest = min((each.since for each in self._transfers.values() if each.pin is not None), default=self._now)
+        return self._breakers[Direction.LOAD].is_closed(self._now) and self._now < oldest + STALL_SECONDS
+
+    @property
+    def _can_be_written(self) -> bool:
+        is_open = self._is_whole and self._breakers[Direction.STORE].is_closed(self._now)
+        return is_open and len(self._writing) < self._may_wait
+
+    def _is_known(self, name: Name) -> bool:
+        return name in self._writing or self._pool.find(name.spelled) is not None
+
+    def _begin(self, direction: Direction, transfer: _Transfer, blocks: Sequence[int]) -> None:
+        if not transfer.nodes:
+            self._ended.append(Ended(transfer.job, frozenset(transfer.lost)))
+            return
+        copies = tuple(self._copies(transfer, blocks))
+        self._new.append(TransferPlan(self._next_id, direction, copies, len(blocks) * self._block_bytes))
+        self._transfers[self._next_id] = transfer
+        self._next_id += 1
+
+    def _copies(self, transfer: _Transfer, blocks: Sequence[int]) -> Iterator[GroupCopy]:
+        for number in sorted({name.number for name in transfer.names}):
+            at = [at for at, name in enumerate(transfer.names) if name.number == number]
+            slots = tuple(transfer.nodes[each] for each in at)
+            labels = tuple(self._label(transfer.names[each], transfer.nodes[each]) for each in at)
+            yield GroupCopy(number, slots, tuple(blocks[each] for each in at), labels)
+
+    def _label(self, name: Name, slot: int) -> Label:
+        return Label(name.key, b"", name.number, 0, 0, self._generations[slot])
+
+    def _end(self, id: int, is_done: bool, refused: Collection[int]) -> None:
+        transfer = self._transfers.pop(id)
+        self._resolved.append(id)
+        direction = Direction.STORE if transfer.pin is None else Direction.LOAD
+        self._breakers[direction].ended(is_done, self._now)
+        is_good = is_done and transfer.epoch == self._epoch
+        lost = (
+            self._end_store(transfer, is_good)
+            if transfer.pin is None
+            else self._end_load(transfer, transfer.pin, is_good, refused)
+        )
+        self._ended.append(Ended(transfer.job, frozenset([*transfer.lost, *lost])))
+
+    def _end_store(self, transfer: _Transfer, is_good: bool) -> Sequence[Name]:
+        if transfer.epoch == self._epoch:
+            for name in transfer.names:
+                del self._writing[name]
+        if not is_good:
+            self._pool.abort(transfer.nodes)
+            return transfer.names
+        for name, node in zip(reversed(transfer.names), reversed(transfer.nodes), strict=True):
+            self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
+        return ()
+
+    def _end_load(self, transfer: _Transfer, pin: Pin, is_good: bool, refused: Collection[int]) -> Sequence[Name]:
+        self._counts["refused"] += len(refused)
+        self._pool.unpin(pin)
+        lost = [
+            (name, node)
+            for name, node in zip(transfer.names, transfer.nodes, strict=True)
+            if not is_good or node in refused
+        ]
+        for name, node in lost:
+            if self._pool.find(name.spelled) == node:
+                self._pool.withdraw(node)
+        return [name for name, _ in lost]
+
+    def _open(self, next_generation: int) -> None:
+        self._is_open = True
+        self._next = max(next_generation, self._next)
+        if self._was_reset:
+            self._first = self._next
+
+    def _take_in(self, report: TierReport) -> None:
+        if report.portion == self._taken + 1:
+            self._taken += 1
+            for found in report.found:
+                if found.label.generation >= self._first:
+                    self._take(found)
+        self._is_whole = report.is_scanned
+
+    def _take(self, found: Found) -> None:
+        """The youngest slot of a name comes last."""
+        name = Name(found.label.key, found.label.group)
+        older = self._pool.find(name.spelled)
+        if older is not None:
+            self._pool.withdraw(older)
+        nodes = self._pool.claim([found.slots])
+        self._pool.commit(nodes, [name.spelled], self._pool.root, self._pool.touch(None))
+        for slot in found.slots:
+            self._generations[slot] = found.label.generation
+
+
+class _Breaker:
+    """After FAILURES_IN_A_ROW a direction is left alone for PAUSE_SECONDS, and then tried again."""
+
+    def __init__(self, direction: Direction) -> None:
+        self._direction = direction
+        self._failures = 0
+        self._until = 0.0
+
+    def is_closed(self, now: float) -> bool:
+        return now >= self._until
+
+    def ended(self, well: bool, now: float) -> None:
+        self._failures = 0 if well else self._failures + 1
+        if self._failures >= FAILURES_IN_A_ROW:
+            self._failures, self._until = 0, now + PAUSE_SECONDS
+            logger.error(
+                "%ss of the tier have failed %d times in a row: there are none for %.0f s",
+                self._direction.value,
+                FAILURES_IN_A_ROW,
+                PAUSE_SECONDS,
+            )
