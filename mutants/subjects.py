@@ -43,11 +43,17 @@ SUBJECTS = {
     "connectors": Subject(
         code=("src/connector",),
         tests=("tests/connector", "tests_engines/atom"),
-        code_left_out=frozenset({"vllm", "vllm_offloading"}),
+        code_left_out=frozenset({"vllm", "vllm_offloading", "vllm_tiers"}),
     ),
     # In the environment of `make test-vllm`. Two servers on one store start too slowly for every fault.
     "vllm": Subject(
-        code=("src/connector/vllm", "src/connector/vllm_offloading", "src/connector/tier", "src/connector/common"),
+        code=(
+            "src/connector/vllm",
+            "src/connector/vllm_offloading",
+            "src/connector/vllm_tiers",
+            "src/connector/tier",
+            "src/connector/common",
+        ),
         tests=("tests_vllm",),
         tests_left_out=frozenset({"test_shared_servers.py"}),
     ),

@@ -36,8 +36,11 @@ USED = {
     "vllm/v1/core/sched/output.py": ["SchedulerOutput"],
     "vllm/v1/outputs.py": ["KVConnectorOutput"],
     "vllm/v1/request.py": ["Request", "RequestStatus"],
-    "vllm/v1/kv_offload/base.py": ["ReqContext"],
+    "vllm/v1/kv_offload/base.py": ["OffloadingSpec", "ReqContext"],
+    "vllm/v1/kv_offload/config.py": ["OffloadingConfig", "OffloadingGroupConfig", "OffloadingParallelConfig"],
     "vllm/v1/kv_offload/cpu/policies/base.py": ["CachePolicy"],
+    "vllm/v1/kv_offload/tiering/base.py": ["JobResult", "SecondaryTierManager", "TransferJob"],
+    "vllm/v1/kv_offload/tiering/factory.py": ["SecondaryTierFactory"],
     "vllm/v1/kv_cache_interface.py": [
         "KVCacheConfig",
         "KVCacheGroupSpec",

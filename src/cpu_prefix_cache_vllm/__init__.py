@@ -5,6 +5,7 @@
     CPUPrefixCacheMultiConnector    imported from `connector.vllm.multi`
     AdaptivePolicy and others       imported from `connector.vllm_offloading`, for vLLM's own OffloadingConnector, which
                                     is given the name of this module
+    PrefixCacheTier                 the same, from `connector.vllm_tiers`
 
 Another module named `connector` that comes first in sys.path, as one in the folder from which `python -m` was started,
 hides the package. This one has a name that nobody else uses, so it can be found, and name the package in the way.
@@ -22,7 +23,8 @@ CONNECTORS = {
     "CPUPrefixCacheConnector": "connector.vllm",
     "CPUPrefixCacheMultiConnector": "connector.vllm.multi",
 }
-MODULES = {**CONNECTORS, **dict.fromkeys(("AdaptivePolicy", "ArcPolicy", "LruPolicy"), "connector.vllm_offloading")}
+POLICIES = dict.fromkeys(("AdaptivePolicy", "ArcPolicy", "LruPolicy"), "connector.vllm_offloading")
+MODULES = {**CONNECTORS, **POLICIES, "PrefixCacheTier": "connector.vllm_tiers"}
 CONNECTOR = Path(__file__).resolve().parents[1] / "connector" / "__init__.py"
 
 

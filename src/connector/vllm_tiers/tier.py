@@ -1,0 +1,203 @@
+"""A tier of this library as a secondary tier of vLLM's OffloadingConnector: one of its `secondary_tiers` is
+
+    {"type": "PrefixCacheTier", "module_path": "cpu_prefix_cache_vllm", "tier": "file:/nvme/kv:1TiB"}
+
+vLLM's manager has all of its host memory in one view, a row for each chunk, and calls in the scheduler's process:
+
+    lookup              may a chunk be loaded? One key at a time, without those before it
+    submit_store        keep these rows, which stay as they are until the job has ended
+    submit_load         fill these rows
+    get_finished_jobs   once a step: what has ended, and of a load which chunks are good
+    drain_jobs          all must end; a reset, which is the only caller, follows
+
+A row holds what all ranks have of a chunk, and its bytes are those of a slot: for the tier there is one rank, and a
+thread of its own writes and reads its files. vLLM does not notify a tier of new weights, only of resets.
+"""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from connector.tier.options import TierOption
+from connector.vllm_tiers.namespace import row_namespace
+from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
+from cpu_prefix_cache.copying import OpeningTier
+from cpu_prefix_cache.deciding import Ended, KeyedTier, Name, Piece, StateGroup
+from cpu_prefix_cache.tier import CRYPTOGRAPHIC, RankPart, weights_in
+
+DIGEST_BYTES = 32  # of the digests that CRYPTOGRAPHIC names
+START_SECONDS = 5.0  # the start takes in so long what the files hold; the rest comes step by step
+PAUSE_SECONDS = 0.002
+WITH_CONNECTOR, NEVER = "with_connector", "never"
+
+
+class PrefixCacheTier(SecondaryTierManager):
+    """vLLM's calls, passed on to the deciding and to the copying half of one tier."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        *,
+        tier: Any = None,
+        reset: str = WITH_CONNECTOR,
+        backpressure_detector: Any = None,
+        **unknown: Any,
+    ) -> None:
+        more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}  # since 0.31
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
+        _check_options(tier, reset, unknown)
+        config = offloading_spec.config
+        below = _tier_of(tier, config)
+        self._resets = reset == WITH_CONNECTOR
+        self._view = primary_kv_view.cast("B")  # of its own: vLLM releases the other one before we are closed
+        region = torch.frombuffer(self._view, dtype=torch.uint8).view(len(primary_kv_view), -1)
+        blocks, self._row_bytes = region.shape
+        slots = below.slots(self._row_bytes, blocks)
+        groups = 1 + max((group.group_id for group in config.groups), default=0)
+        self._tier = KeyedTier(slots, host_blocks=blocks, block_bytes=self._row_bytes)
+        self._rank: OpeningTier | None = below.opening(
+            row_namespace(below, config, self._row_bytes),
+            region,
+            [_piece(number, self._row_bytes) for number in range(groups)],
+            RankPart(slots),
+        )
+        self._jobs: dict[int, TransferJob] = {}
+        self._finished: list[JobResult] = []
+        self._take_in()
+
+    # vLLM's calls
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if self._tier.has(_name(key)) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._tier.store(*self._submitted(job_metadata))
+        self._carry_out()
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._tier.load(*self._submitted(job_metadata))
+        self._carry_out()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._tier.passed(time.monotonic())
+        self._carry_out()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        self._tier.touch([_name(key) for key in keys])
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        if self._rank is not None:
+            self._rank.drain()
+        self._carry_out()
+        if self._resets:
+            self._tier.reset()
+            self._carry_out()
+
+    def shutdown(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None  # and with it what refers to vLLM's memory, which vLLM unmaps now
+            self._view.release()
+
+    # Between the halves
+
+    def _carry_out(self) -> None:
+        """Give the copying half what is planned, and the deciding half what has ended."""
+        if self._rank is not None:
+            self._rank.run(self._tier.plan())
+            self._finished += map(self._result, self._tier.report(self._rank.report()))
+
+    def _take_in(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        self._carry_out()
+        while not self._tier.is_whole and self._rank is not None and self._rank.tier and time.monotonic() < until:
+            time.sleep(PAUSE_SECONDS)
+            self._carry_out()
+
+    def _submitted(self, job: TransferJob) -> tuple[int, list[Name], list[int]]:
+        self._jobs[job.job_id] = job
+        return job.job_id, [_name(key) for key in job.keys], [int(row) for row in job.chunk_ids]
+
+    def _result(self, ended: Ended) -> JobResult:
+        job = self._jobs.pop(ended.job)
+        good = [key for key in job.keys if _name(key) not in ended.lost]
+        return JobResult(ended.job, not ended.lost, tuple(good) if ended.lost and job.is_promotion else None)
+
+
+def _check_options(tier: Any, reset: str, unknown: dict[str, Any]) -> None:
+    """Raises ConfigurationError for an option that is unknown, missing or wrong."""
+    if unknown:
+        raise ConfigurationError(
+            f"a PrefixCacheTier has no option {', '.join(map(repr, unknown))}; give it tier, and perhaps reset"
+        )
+    if tier is None:
+        raise ConfigurationError("a PrefixCacheTier needs the option tier, such as file:/nvme/kv:1TiB")
+    if reset not in (WITH_CONNECTOR, NEVER):
+        raise ConfigurationError(f"reset of a PrefixCacheTier is {WITH_CONNECTOR} or {NEVER}, got {reset!r}")
+
+
+def _tier_of(spelled: Any, config: OffloadingConfig) -> FileTier | SharedTier:
+    """The tier that the option describes, for this engine. Raises ConfigurationError."""
+    given = TierOption.of(spelled)
+    if not isinstance(given.tier, FileTier):
+        raise ConfigurationError(
+            f"{given.tier} is not to be had here, only one in files: take CPUPrefixCacheConnector, or vLLM's own tiers"
+        )
+    if given.tier.offload is not None or given.tier.policy != "lru":
+        raise ConfigurationError(
+            "vLLM stores every chunk at once and asks for single ones, so this tier has no offload, and its policy is "
+            "lru: leave both out"
+        )
+    name = config.model.name
+    number = config.parallel.data_parallel_index
+    return given.of_engine(number, model=name, weights=lambda: _weights(name), hash=CRYPTOGRAPHIC[0])
+
+
+def _weights(model: str) -> str:
+    files = weights_in(Path(model))
+    if files is None:
+        raise ConfigurationError(
+            f"vLLM does not tell a tier which weights {model!r} has, and no weight files are there; give the tier a "
+            'revision ({"kind": "file", "path": ..., "bytes": ..., "revision": ...}), and another one whenever the '
+            "weights change"
+        )
+    return files
+
+
+def _piece(number: int, num_bytes: int) -> Piece:
+    """Piece of a group that takes all of a row, whatever is in it."""
+    return Piece(StateGroup(name=f"group {number}", block_tokens=1, block_bytes=num_bytes), 1, 1, num_bytes)
+
+
+def _name(key: OffloadKey) -> Name:
+    digest = get_offload_block_hash(key)
+    if len(digest) != DIGEST_BYTES:
+        raise ConfigurationError(
+            f"a tier needs cryptographic keys, and vLLM's have {len(digest)} bytes; start it with "
+            f"--prefix-caching-hash-algo {CRYPTOGRAPHIC[0]}"
+        )
+    return Name(digest, get_offload_group_idx(key))

@@ -1,0 +1,143 @@
+"""A tier of ours below the host memory of vLLM's tiering manager, which is vLLM's own, with its shared region."""
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
+
+from cpu_prefix_cache import ConfigurationError
+from tests_vllm.secondary import CHUNKS, OURS, ROW, TIER_BYTES, Server, key, ours
+
+
+@pytest.fixture
+def server(tmp_path):
+    with closing(Server(ours(tmp_path))) as server:
+        yield server
+
+
+def test_a_chunk_comes_back_when_the_host_has_lost_it(server):
+    assert server.ask("ab") == ".."
+    server.compute("abc")
+    assert server.ask("abcd") == "abc."
+    server.rows[:] = 0
+    assert server.ask("b") == "b"
+
+
+def test_a_restart_keeps_what_was_stored(tmp_path):
+    for served in ("..", "ab"):
+        with closing(Server(ours(tmp_path))) as server:
+            assert server.ask("ab") == served
+            server.compute("ab")
+
+
+def test_a_second_server_on_the_path_goes_on_without_it(tmp_path, server, caplog):
+    server.compute("ab")
+    with closing(Server(ours(tmp_path))) as other:
+        assert "another process uses" in caplog.text
+        other.compute("ab")
+        assert other.ask("ab") == ".."
+    assert server.ask("ab") == "ab"
+
+
+def test_a_path_that_cannot_be_used_costs_no_request(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with closing(Server(ours(tmp_path / "file"))) as server:
+        assert "cannot be opened" in caplog.text
+        server.compute("ab")
+        assert server.ask("ab") == ".."
+
+
+def test_vllm_counts_the_bytes_that_are_read_and_written(server):
+    server.compute("abc")
+    server.ask("ab")
+    data = server.manager.get_stats().data["data"]
+    assert [*data[TieringOffloadingMetrics.WRITE_BYTES].values()] == [3 * ROW]
+    assert [*data[TieringOffloadingMetrics.READ_BYTES].values()] == [2 * ROW]
+
+
+def test_more_than_the_tier_holds_evicts_the_least_recently_used(tmp_path):
+    letters = [chr(0x4E00 + at) for at in range(2 * TIER_BYTES // ROW)]
+    with closing(Server(ours(tmp_path))) as server:
+        server.compute("ab")
+        for at in range(0, len(letters), CHUNKS):
+            if at % (len(letters) // 4) == 0:
+                server.manager.touch([key("a"), key("b")], ReqContext("uses both"))
+            server.compute("".join(letters[at : at + CHUNKS]))
+        assert server.ask("".join(letters[:CHUNKS])) == "." * CHUNKS
+        assert server.ask("".join(letters[-CHUNKS:])) == "".join(letters[-CHUNKS:])
+        assert server.ask("ab") == "ab"
+    assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) <= TIER_BYTES
+
+
+@pytest.mark.parametrize(("reset", "after"), [("with_connector", ".."), ("never", "ab")])
+def test_a_reset_empties_it_unless_it_never_does(tmp_path, reset, after):
+    with closing(Server(ours(tmp_path, reset=reset))) as server:
+        server.compute("ab")
+        server.reset(weights=server.weights)
+        assert server.ask("ab") == after
+        server.compute("ab")
+        assert server.ask("ab") == "ab"
+
+
+def test_nothing_from_before_a_reset_is_served_after_a_restart(tmp_path):
+    with closing(Server(ours(tmp_path))) as server:
+        server.compute("ab")
+        server.reset(weights="2")
+    with closing(Server(ours(tmp_path), weights="2")) as server:
+        assert server.ask("ab") == ".."
+
+
+def test_vllm_s_memory_is_unmapped_at_the_end(tmp_path):
+    server = Server(ours(tmp_path))
+    region = server.manager.primary_tier._mmap_region
+    mapped, path = region.mmap_obj, Path(region.mmap_path)
+    server.compute("ab")
+    server.ask("ab")
+    server.close()
+    assert mapped.closed and not path.exists()
+
+
+def test_keys_of_another_hash_are_refused(server):
+    with pytest.raises(ConfigurationError, match="--prefix-caching-hash-algo sha256"):
+        server.tier.lookup(make_offload_key(bytes(16), 0), ReqContext("short"))
+
+
+def test_one_hash_in_two_groups_is_two_chunks(server):
+    server.compute("a")
+    same = make_offload_key(key("a")[:-4], 1)
+    assert server.tier.lookup(key("a"), ReqContext("one")) is LookupResult.HIT
+    assert server.tier.lookup(same, ReqContext("one")) is LookupResult.MISS
+
+
+# Configurations
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"root_dir": "/nvme"}, "no option 'root_dir'; give it tier, and perhaps reset"),
+        ({"tier": None}, "needs the option tier, such as file:/nvme/kv:1TiB"),
+        ({"reset": "always"}, "is with_connector or never, got 'always'"),
+        ({"tier": "redis://cache"}, "only one in files"),
+        ({"tier": {"kind": "file", "path": "/x", "bytes": TIER_BYTES, "policy": "arc"}}, "leave both out"),
+        ({"tier": {"kind": "file", "path": "/x", "bytes": TIER_BYTES, "offload": "lazy"}}, "leave both out"),
+        ({"tier": {"kind": "file", "path": "/x", "bytes": CHUNKS * ROW, "revision": "1"}}, "give the tier at least"),
+        ({"tier": {"kind": "file", "path": "/x", "bytes": TIER_BYTES}}, "give the tier a revision"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(tmp_path, options, sentence):
+    with pytest.raises(ConfigurationError) as refused:
+        Server(OURS | {"tier": f"file:{tmp_path}:1MiB"} | options)
+    assert sentence in str(refused.value)
+
+
+def test_backpressure_of_vllm_is_its_own(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    pressure = {"backpressure_cls": "EMABackpressureDetector", "policy_cls": "DropStorePolicy"}
+    with closing(Server(ours(tmp_path) | {"backpressure": pressure})) as server:
+        assert server.tier.bp_detector is not None
+        server.compute("ab")
+        assert server.ask("ab") == "ab"
