@@ -1,24 +1,27 @@
-"""KeyedRank: below a KeyedTier, with a dict for its files. The test ends its transfers, well or not."""
+"""KeyedRank: below a KeyedTier, with a dict for its files or its store. The test ends its transfers, well or not."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from cpu_prefix_cache.deciding import Direction, Piece, RankReport, StateGroup, TransferPlan
-from cpu_prefix_cache.messages.tier import Refusal, TierPlan, TierReport
-from property_tests.tier_model import RankSlots
+from cpu_prefix_cache.messages.tier import Ask, Refusal, TierPlan, TierReport, Told
+from property_tests.tier_model import RankSlots, RankStore
 
 GROUPS = 2
 PIECES = [Piece(StateGroup(name=f"group {at}", block_tokens=1, block_bytes=4096), 1, 1, 4096) for at in range(GROUPS)]
+PLANNER = SimpleNamespace(pieces=PIECES)
 
 
 class KeyedRank:
     """`host` is the content of host blocks, by their numbers. `waiting` transfers move bytes at `end`."""
 
-    def __init__(self, slots: RankSlots | None = None, portion: int = 1) -> None:
-        self.slots = RankSlots(SimpleNamespace(pieces=PIECES)) if slots is None else slots
+    def __init__(self, slots: RankSlots | RankStore | None = None, portion: int = 1) -> None:
+        self.slots = RankSlots(PLANNER) if slots is None else slots
         self.slots.open(portion=portion, scans=True)
         self.host: dict[int, Any] = {}
         self.waiting: dict[int, TransferPlan] = {}
+        self.asks: dict[int, Ask] = {}  # to be answered
+        self._told: dict[int, Told] = {}
         self._done: set[int] = set()
         self._failed: set[int] = set()
         self._refused: dict[int, tuple[int, ...]] = {}
@@ -30,6 +33,14 @@ class KeyedRank:
         resolved = {id for id in self._done | self._failed if id < plan.step.resolved_below} | {*plan.step.resolved}
         self._done -= resolved
         self._failed -= resolved
+
+        self.asks |= {ask.id: ask for ask in plan.asks}
+        self._told = {id: told for id, told in self._told.items() if id >= plan.told_below}
+
+    def answer(self, id: int, well: bool = True) -> None:
+        """Answer a question of a store as it is now."""
+        ask = self.asks.pop(id)
+        self._told[id] = self.slots.answer(ask) if well else Told(id, ok=False)
 
     def end(self, id: int, well: bool = True) -> None:
         """A transfer that fails has moved half of its blocks."""
@@ -57,4 +68,5 @@ class KeyedRank:
         number, found, is_scanned = self.slots.portion()
         refused = tuple(Refusal(id, self._refused[id]) for id in sorted(self._done) if self._refused[id])
         transfers = RankReport(0, frozenset(self._done), frozenset(self._failed))
-        return TierReport(transfers, refused, self.slots.next_generation, number, found, is_scanned)
+        told = tuple(self._told.values())
+        return TierReport(transfers, refused, self.slots.next_generation, number, found, is_scanned, told)

@@ -37,15 +37,26 @@ def ours(path: object, revision: str | None = "1", reset: str | None = None, **m
     return OURS | {name: value for name, value in options.items() if value is not None}
 
 
+def shared(url: str, **more: Any) -> dict[str, Any]:
+    """A tier of ours in a store that servers share."""
+    return OURS | {"tier": {"kind": url.partition(":")[0], "store": url, "ask_seconds": PATIENCE} | more}
+
+
 def theirs(path: object) -> dict[str, Any]:
     """vLLM's own tier in files."""
     return {"type": "fs", "root_dir": str(path)}
 
 
 def config(
-    tier: dict[str, Any], *, chunks: int = CHUNKS, model: str = "model", dtype: str = "float32", engine: str = ""
+    tier: dict[str, Any],
+    *,
+    chunks: int = CHUNKS,
+    model: str = "model",
+    dtype: str = "float32",
+    engine: str = "",
+    number: int = 0,
 ) -> OffloadingConfig:
-    """vLLM's description of an engine to what offloads its KV: one group, one rank."""
+    """vLLM's description of an engine to what offloads its KV: one group, one rank, number `number` of the replicas."""
     extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": chunks * ROW, "secondary_tiers": [tier]}
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(BLOCK, ("layer",), 0),),
@@ -55,7 +66,7 @@ def config(
         engine_id=engine or f"tests-{os.getpid()}-{next(_numbers)}",
         model=OffloadingModelConfig(model, dtype),
         cache=OffloadingCacheConfig(BLOCK, 1),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, number, 2, None, True),
     )
 
 
@@ -122,6 +133,7 @@ class Server:
         hits = [each for each, result in zip(keys, found, strict=True) if result is LookupResult.HIT]
         served = dict(zip(hits, self._loaded(hits, context), strict=True))
         self.manager.on_request_finished(context)
+        self.step()
         return "".join(
             "."
             if each not in served

@@ -30,6 +30,7 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, Ste
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Request
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.messages.stats import CacheStatistics, HintStatistics, PoolStatistics
+from cpu_prefix_cache.messages.tier import BlockName
 from cpu_prefix_cache.model.codec import CODECS, RAW, Codec, codec_of
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -47,13 +48,14 @@ from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
-from cpu_prefix_cache.tiers.keyed_tier import Ended, KeyedTier, Name
+from cpu_prefix_cache.tiers.keyed_tier import Ended, KeyedTier
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 from cpu_prefix_cache.tiers.time_saved import seconds_saved
 
 __all__ = [
     "Answer",
+    "BlockName",
     "BlockPool",
     "BoundariesRemoved",
     "BoundariesStored",
@@ -82,7 +84,6 @@ __all__ = [
     "Lease",
     "MIN_TIMED_TOKENS",
     "MISS",
-    "Name",
     "Notes",
     "OVERHEAD_SECONDS",
     "Piece",

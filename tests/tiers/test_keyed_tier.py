@@ -4,22 +4,26 @@ import logging
 
 import pytest
 
-from cpu_prefix_cache.deciding import KeyedTier, Name
-from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
-from property_tests.keyed_rank import KeyedRank
+from cpu_prefix_cache.deciding import BlockName, KeyedTier
+from cpu_prefix_cache.messages.plan import Label
+from cpu_prefix_cache.tiers.keyed_questions import ABSENT_SECONDS
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS, STORE_PAUSE_SECONDS
+from property_tests.keyed_rank import PLANNER, KeyedRank
+from property_tests.tier_model import RankStore
 
 HOST = 16
+ASK_SECONDS = 0.02
 
 
 def names(letters):
-    return [Name(letter.lower().encode() * 32, int(letter.isupper())) for letter in letters]
+    return [BlockName(letter.lower().encode() * 32, int(letter.isupper())) for letter in letters]
 
 
 class Tier:
     """Both halves. Jobs are numbered; host blocks of a store hold their letters."""
 
-    def __init__(self, slots=8, rank=None, steps=None):
-        self.tier = KeyedTier(slots, host_blocks=HOST, block_bytes=4096)
+    def __init__(self, slots=8, rank=None, steps=None, **options):
+        self.tier = KeyedTier(slots, host_blocks=HOST, block_bytes=4096, **options)
         self.rank = KeyedRank() if rank is None else rank
         self.jobs = 0
         self.lost = {}
@@ -69,6 +73,13 @@ class Tier:
     def lost_letters(self, job):
         lost = ((chr(name.key[0]), name.number) for name in self.lost[job])
         return "".join(sorted(letter.upper() if number else letter for letter, number in lost))
+
+    def ask(self, letters):
+        """Lookup of each letter: itself, "." for one that is not there, "?" for one that is not known."""
+        found = map(self.tier.has, names(letters))
+        return "".join(
+            "?" if has is None else letter if has else "." for letter, has in zip(letters, found, strict=True)
+        )
 
     def has(self, letters):
         return "".join(letter for letter, name in zip(letters, names(letters), strict=True) if self.tier.has(name))
@@ -265,3 +276,133 @@ def test_more_than_there_are_slots_is_left_out(slots):
     tier = Tier(slots)
     assert tier.store("abcd") == "abcd"[slots:]
     assert tier.load("abcd") == "abcd"[:slots] + "." * (4 - slots)
+
+
+# A store that others write
+
+
+def shared(slots=8, **options):
+    return Tier(slots, KeyedRank(RankStore(PLANNER)), ask_seconds=ASK_SECONDS, **options)
+
+
+def answer_all(tier, well=True):
+    for id in list(tier.rank.asks):
+        tier.rank.answer(id, well)
+    tier.step()
+
+
+def others_put(tier, letters):
+    """Engines with the same revision."""
+    for letter, name in zip(letters, names(letters), strict=True):
+        tier.rank.slots.write(0, Label(name.key, b"", name.number, 0, 0, 1 << 60), letter)
+
+
+def test_unknown_names_are_one_question():
+    tier = shared()
+    others_put(tier, "aA")
+    assert tier.ask("abA") == "???"
+    tier.step()
+    assert tier.ask("abA") == "???" and len(tier.rank.asks) == 1
+    answer_all(tier)
+    assert tier.ask("abA") == "a.A"
+    assert tier.load("abA") == "a.A"
+    assert not tier.rank.asks
+
+
+def test_a_name_that_is_absent_is_unknown_again_later():
+    tier = shared()
+    assert tier.ask("a") == "?"
+    tier.step()
+    answer_all(tier)
+    others_put(tier, "a")
+    assert tier.ask("a") == "."
+    tier.tier.passed(ABSENT_SECONDS)
+    assert tier.ask("a") == "?"
+    tier.step()
+    answer_all(tier)
+    assert tier.ask("a") == "a"
+
+
+def test_an_answer_that_is_late_is_not_awaited():
+    tier = shared()
+    others_put(tier, "a")
+    tier.ask("a")
+    tier.step()
+    tier.tier.passed(ASK_SECONDS)
+    assert tier.ask("a") == "."
+    answer_all(tier)
+    assert tier.ask("a") == "."
+
+
+def test_own_names_are_no_question():
+    tier = shared()
+    tier.begin_store("a")
+    assert tier.ask("a") == "."
+    tier.end_all()
+    assert tier.ask("a") == "a" and not tier.rank.asks
+
+
+def test_a_value_that_the_store_has_evicted_is_refused_and_unknown():
+    tier = shared()
+    tier.store("ab")
+    tier.rank.slots.records.clear()
+    assert tier.load("ab") == ".."
+    assert tier.ask("ab") == "??"
+
+
+def test_more_than_is_remembered_is_unknown_again():
+    tier = shared(slots=2)
+    tier.store("ab")
+    tier.store("c")
+    assert tier.ask("abc") == "a?c"
+    tier.step()
+    answer_all(tier)
+    assert tier.load("b") == "b" and tier.tier.statistics().held == 2
+
+
+@pytest.mark.parametrize("well", [False, None], ids=["failed", "unanswered"])
+def test_a_store_that_does_not_answer_is_left_alone_for_a_while(well, caplog):
+    tier = shared()
+    for at, letter in enumerate("abcde"):
+        assert tier.ask(letter) == "?"
+        tier.step()
+        if well is not None:
+            answer_all(tier, well)
+        tier.tier.passed((at + 1) * ASK_SECONDS)
+    assert tier.ask("f") == "." and "5 times in a row" in caplog.text
+    tier.tier.passed(STORE_PAUSE_SECONDS + 5 * ASK_SECONDS)
+    assert tier.ask("f") == "?"
+
+
+def test_an_answer_about_a_name_that_was_stored_meanwhile_changes_nothing():
+    tier = shared()
+    tier.ask("a")
+    tier.step()
+    tier.store("a")
+    answer_all(tier)
+    assert tier.load("a") == "a"
+
+
+def test_after_a_reset_nothing_counts_that_was_answered_before():
+    tier = shared(slots=2)
+    others_put(tier, "a")
+    tier.ask("ab")
+    tier.step()
+    answer_all(tier)
+    assert tier.ask("abc") == "a.?"
+    tier.step()
+    tier.tier.reset("next")
+    assert tier.tier.plan().revision == "next"
+    for id in list(tier.rank.asks):
+        tier.rank.answer(id)
+    tier.lost |= dict(tier.tier.report(tier.rank.report()))
+    assert tier.ask("abc") == "???"
+    tier.step()
+    answer_all(tier)
+    assert tier.ask("abc") == "..."
+    others_put(tier, "b")
+    tier.tier.passed(ABSENT_SECONDS)
+    assert tier.ask("b") == "?"
+    tier.step()
+    answer_all(tier)
+    assert tier.load("b") == "b"

@@ -44,14 +44,15 @@ def reset(cache: CPUPrefixCache, path: str | None) -> None:
     nobody, if there is none or it cannot be read.
     """
     if isinstance(cache, TieredCache):
-        cache.reset(None if path is None else _read(path))
+        cache.reset(new_revision(path))
     else:
         cache.reset()
 
 
-def _read(path: str) -> str | None:
+def new_revision(path: str | None) -> str | None:
+    """The revision that the file at `path` names. None, with a message if there is a path: nobody knows it."""
     try:
-        return read_revision(path)
+        return None if path is None else read_revision(path)
     except ConfigurationError as error:
         logger.error("%s: nothing is shared until the next reset", error)
         return None

@@ -7,6 +7,7 @@ vLLM's manager has all of its host memory in one view, a row for each chunk, and
     lookup              may a chunk be loaded? One key at a time, without those before it
     submit_store        keep these rows, which stay as they are until the job has ended
     submit_load         fill these rows
+    on_schedule_end     once a step: what was looked up, and is not known, is asked of a store that machines share
     get_finished_jobs   once a step: what has ended, and of a load which chunks are good
     drain_jobs          all must end; a reset, which is the only caller, follows
 
@@ -27,6 +28,7 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
@@ -34,15 +36,17 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from connector.tier.options import TierOption
+from connector.tier.revision import new_revision
 from connector.vllm_tiers.namespace import row_namespace
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 from cpu_prefix_cache.copying import OpeningTier
-from cpu_prefix_cache.deciding import Ended, KeyedTier, Name, Piece, StateGroup
+from cpu_prefix_cache.deciding import BlockName, Ended, KeyedTier, Piece, StateGroup
 from cpu_prefix_cache.tier import CRYPTOGRAPHIC, RankPart, weights_in
 
 DIGEST_BYTES = 32  # of the digests that CRYPTOGRAPHIC names
 START_SECONDS = 5.0  # the start takes in so long what the files hold; the rest comes step by step
 PAUSE_SECONDS = 0.002
+RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 WITH_CONNECTOR, NEVER = "with_connector", "never"
 
 
@@ -66,14 +70,17 @@ class PrefixCacheTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         _check_options(tier, reset, unknown)
         config = offloading_spec.config
-        below = _tier_of(tier, config)
+        option = TierOption.of(tier)
+        self._revision_file = option.revision_file
+        below = _tier_of(option, config)
         self._resets = reset == WITH_CONNECTOR
         self._view = primary_kv_view.cast("B")  # of its own: vLLM releases the other one before we are closed
         region = torch.frombuffer(self._view, dtype=torch.uint8).view(len(primary_kv_view), -1)
         blocks, self._row_bytes = region.shape
         slots = below.slots(self._row_bytes, blocks)
+        ask_seconds = below.options(slots).ask_seconds
         groups = 1 + max((group.group_id for group in config.groups), default=0)
-        self._tier = KeyedTier(slots, host_blocks=blocks, block_bytes=self._row_bytes)
+        self._tier = KeyedTier(slots, host_blocks=blocks, block_bytes=self._row_bytes, ask_seconds=ask_seconds)
         self._rank: OpeningTier | None = below.opening(
             row_namespace(below, config, self._row_bytes),
             region,
@@ -87,7 +94,7 @@ class PrefixCacheTier(SecondaryTierManager):
     # vLLM's calls
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if self._tier.has(_name(key)) else LookupResult.MISS
+        return RESULTS[self._tier.has(_name(key))]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._tier.store(*self._submitted(job_metadata))
@@ -97,9 +104,12 @@ class PrefixCacheTier(SecondaryTierManager):
         self._tier.load(*self._submitted(job_metadata))
         self._carry_out()
 
-    def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._tier.passed(time.monotonic())
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._carry_out()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._carry_out()
+        self._tier.passed(time.monotonic())
         finished, self._finished = self._finished, []
         return finished
 
@@ -114,14 +124,14 @@ class PrefixCacheTier(SecondaryTierManager):
             self._rank.drain()
         self._carry_out()
         if self._resets:
-            self._tier.reset()
+            self._tier.reset(new_revision(self._revision_file))
             self._carry_out()
 
     def shutdown(self) -> None:
         if self._rank is not None:
             self._rank.close()
-            self._rank = None  # and with it what refers to vLLM's memory, which vLLM unmaps now
-            self._view.release()
+            self._rank = None
+            self._view.release()  # vLLM unmaps its memory now
 
     # Between the halves
 
@@ -138,7 +148,7 @@ class PrefixCacheTier(SecondaryTierManager):
             time.sleep(PAUSE_SECONDS)
             self._carry_out()
 
-    def _submitted(self, job: TransferJob) -> tuple[int, list[Name], list[int]]:
+    def _submitted(self, job: TransferJob) -> tuple[int, list[BlockName], list[int]]:
         self._jobs[job.job_id] = job
         return job.job_id, [_name(key) for key in job.keys], [int(row) for row in job.chunk_ids]
 
@@ -160,21 +170,16 @@ def _check_options(tier: Any, reset: str, unknown: dict[str, Any]) -> None:
         raise ConfigurationError(f"reset of a PrefixCacheTier is {WITH_CONNECTOR} or {NEVER}, got {reset!r}")
 
 
-def _tier_of(spelled: Any, config: OffloadingConfig) -> FileTier | SharedTier:
+def _tier_of(option: TierOption, config: OffloadingConfig) -> FileTier | SharedTier:
     """The tier that the option describes, for this engine. Raises ConfigurationError."""
-    given = TierOption.of(spelled)
-    if not isinstance(given.tier, FileTier):
+    if option.tier.offload == "lazy" or option.tier.policy != "lru":
         raise ConfigurationError(
-            f"{given.tier} is not to be had here, only one in files: take CPUPrefixCacheConnector, or vLLM's own tiers"
-        )
-    if given.tier.offload is not None or given.tier.policy != "lru":
-        raise ConfigurationError(
-            "vLLM stores every chunk at once and asks for single ones, so this tier has no offload, and its policy is "
-            "lru: leave both out"
+            "vLLM stores every chunk at once and asks for single ones, so this tier is eager, and its policy is lru: "
+            "leave offload and policy out"
         )
     name = config.model.name
     number = config.parallel.data_parallel_index
-    return given.of_engine(number, model=name, weights=lambda: _weights(name), hash=CRYPTOGRAPHIC[0])
+    return option.of_engine(number, model=name, weights=lambda: _weights(name), hash=CRYPTOGRAPHIC[0])
 
 
 def _weights(model: str) -> str:
@@ -193,11 +198,11 @@ def _piece(number: int, num_bytes: int) -> Piece:
     return Piece(StateGroup(name=f"group {number}", block_tokens=1, block_bytes=num_bytes), 1, 1, num_bytes)
 
 
-def _name(key: OffloadKey) -> Name:
+def _name(key: OffloadKey) -> BlockName:
     digest = get_offload_block_hash(key)
     if len(digest) != DIGEST_BYTES:
         raise ConfigurationError(
             f"a tier needs cryptographic keys, and vLLM's have {len(digest)} bytes; start it with "
             f"--prefix-caching-hash-algo {CRYPTOGRAPHIC[0]}"
         )
-    return Name(digest, get_offload_group_idx(key))
+    return BlockName(digest, get_offload_group_idx(key))

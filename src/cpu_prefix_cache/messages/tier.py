@@ -83,6 +83,19 @@ class Found(NamedTuple):
     slots: tuple[int, ...]
 
 
+class BlockName(NamedTuple):
+    """Content of one host block, where an engine gives them out itself: `key` is a digest, `number` that of a group,
+    which keeps something else under it.
+    """
+
+    key: bytes
+    number: int = 0
+
+    @property
+    def spelled(self) -> bytes:
+        return self.key + self.number.to_bytes(1, "little")
+
+
 class TierReport(NamedTuple):
     """Report of the tier of one rank, cumulatively.
 

@@ -11,7 +11,8 @@ So the index here is flat, and the least recently used slot is given away first.
 Each job ends exactly once, with the names that it has lost. It has also lost those that a load does not find, and that
 a store leaves out: before all from before a restart is taken in, while writes fail, and where too much of the host
 waits to be written. (An engine holds host blocks for as long.) A tier whose reads fail or hang finds nothing for a
-while. Bytes, labels and generations are those of every tier in files (`tier_cache.py`).
+while. Bytes, labels and generations are those of every tier (`tier_cache.py`). Of a store that others write, too, the
+slots are what this process remembers of it, and unknown names are asked for (`keyed_questions.py`).
 """
 
 import logging
@@ -23,32 +24,22 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.generations import begin_of, range_of
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label, StepPlan, TransferPlan
-from cpu_prefix_cache.messages.tier import Found, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import BlockName, Found, TierPlan, TierReport
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
-from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
+from cpu_prefix_cache.tiers.keyed_questions import KeyedQuestions
+from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS, STORE_PAUSE_SECONDS
 
 logger = logging.getLogger(__name__)
 
 WRITTEN_SHARE = 4  # while this part of the host waits to be written, nothing more is
 
 
-class Name(NamedTuple):
-    """Content of one host block: `key` is a digest, `number` that of a group, which keeps something else under it."""
-
-    key: bytes
-    number: int = 0
-
-    @property
-    def spelled(self) -> bytes:
-        return self.key + self.number.to_bytes(1, "little")
-
-
 class Ended(NamedTuple):
     """The job with this number has ended: all of it was stored, or loaded, but what it has `lost`."""
 
     job: int
-    lost: frozenset[Name]
+    lost: frozenset[BlockName]
 
 
 class KeyedStatistics(NamedTuple):
@@ -64,18 +55,20 @@ class _Transfer:
     """A job on its way: `nodes[i]` of the pool, which is also a slot, holds `names[i]`."""
 
     job: int
-    names: Sequence[Name]
+    names: Sequence[BlockName]
     nodes: Sequence[int]
-    lost: Collection[Name]
+    lost: Collection[BlockName]
     epoch: int
     since: float
     pin: Pin | None = None  # of a load
 
 
 class KeyedTier:
-    """`slots` slots below `host_blocks` host blocks of `block_bytes` bytes, for one rank."""
+    """`slots` slots below `host_blocks` host blocks of `block_bytes` bytes, for one rank. With `ask_seconds` it is a
+    store that others write, too, and so long an answer is awaited.
+    """
 
-    def __init__(self, slots: int, *, host_blocks: int, block_bytes: int) -> None:
+    def __init__(self, slots: int, *, host_blocks: int, block_bytes: int, ask_seconds: float | None = None) -> None:
         self._pool = BlockPool(slots)
         self._block_bytes = block_bytes
         self._may_wait = max(1, host_blocks // WRITTEN_SHARE)
@@ -86,9 +79,12 @@ class KeyedTier:
         self._is_open = self._is_whole = False  # whole: all from before a restart is taken in
         self._taken = 0  # portions of that
         self._now = 0.0
-        self._breakers = {direction: _Breaker(direction) for direction in Direction}
+        pause = PAUSE_SECONDS if ask_seconds is None else STORE_PAUSE_SECONDS
+        self._breakers = {direction: _Breaker(direction, pause) for direction in Direction}
+        self._questions = None if ask_seconds is None else KeyedQuestions(ask_seconds)
+        self._revision: str | None = None  # as the last reset has named it
         self._transfers: dict[int, _Transfer] = {}  # by their numbers, in the order in which they began
-        self._writing: dict[Name, None] = {}
+        self._writing: dict[BlockName, None] = {}
         self._new: list[TransferPlan] = []
         self._resolved: list[int] = []
         self._ended: list[Ended] = []
@@ -97,9 +93,13 @@ class KeyedTier:
 
     # Looking
 
-    def has(self, name: Name) -> bool:
-        """Whether a load of this name is worth a try."""
-        return self._can_be_read and self._pool.find(name.spelled) is not None
+    def has(self, name: BlockName) -> bool | None:
+        """Whether a load of this name is worth a try. None: a store that was asked has not answered yet."""
+        if not self._can_be_read:
+            return False
+        if self._is_known(name) or self._questions is None:
+            return self._pool.find(name.spelled) is not None
+        return None if self._questions.awaited(name) else False
 
     @property
     def is_whole(self) -> bool:
@@ -119,17 +119,19 @@ class KeyedTier:
     # Jobs
 
     def passed(self, now: float) -> None:
-        """Time has come to `now`, in seconds."""
+        """Time has come to `now`, in seconds, after all reports up to then."""
         self._now = now
+        if self._questions is not None and self._questions.passed(now):
+            self._breakers[Direction.LOAD].ended(False, now)
 
-    def touch(self, names: Sequence[Name]) -> None:
+    def touch(self, names: Sequence[BlockName]) -> None:
         """A request uses these; what it can do without first comes last."""
         for name in reversed(names):
             node = self._pool.find(name.spelled)
             if node is not None:
                 self._pool.touch(node)
 
-    def store(self, job: int, names: Sequence[Name], blocks: Sequence[int]) -> None:
+    def store(self, job: int, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
         """Keep what these host blocks hold; until the job ends they keep it, too."""
         wanted = {name: block for name, block in zip(names, blocks, strict=True) if not self._is_known(name)}
         nodes = self._pool.take(len(wanted) if self._can_be_written else 0)
@@ -143,7 +145,7 @@ class KeyedTier:
         transfer = _Transfer(job, taken, nodes, lost, self._epoch, self._now)
         self._begin(Direction.STORE, transfer, [wanted[name] for name in taken])
 
-    def load(self, job: int, names: Sequence[Name], blocks: Sequence[int]) -> None:
+    def load(self, job: int, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
         """Fill these host blocks. What those hold whose names are lost is undefined."""
         found = [(self._pool.find(name.spelled), name, block) for name, block in zip(names, blocks, strict=True)]
         here = [(node, name, block) for node, name, block in found if node is not None and self._can_be_read]
@@ -154,9 +156,12 @@ class KeyedTier:
             transfer.pin = self._pool.pin(*nodes)
         self._begin(Direction.LOAD, transfer, [block for _, _, block in here])
 
-    def reset(self) -> None:
-        """The weights are others, or may be."""
+    def reset(self, revision: str | None = None) -> None:
+        """The weights are others, or may be: those of `revision`, or nobody else's."""
         self._pool.reset()
+        self._revision = revision
+        if self._questions is not None:
+            self._questions.reset()
         self._epoch += 1
         self._was_reset = not self._is_open
         self._first = self._next = begin_of(range_of(self._next) + 1)
@@ -169,7 +174,10 @@ class KeyedTier:
         oldest = next(iter(self._transfers), self._next_id)
         step = StepPlan(self._epoch, tuple(self._new), (), oldest, tuple(self._resolved))
         self._new, self._resolved = [], []
-        return TierPlan(step, self._first, self._taken)
+        asks, told_below = (
+            ((), 0) if self._questions is None else (self._questions.take_new(), self._questions.told_below)
+        )
+        return TierPlan(step, self._first, self._taken, asks, told_below, self._revision)
 
     def report(self, report: TierReport) -> list[Ended]:
         """Jobs that end with this report of the rank. Reports may be repeated."""
@@ -177,6 +185,8 @@ class KeyedTier:
             self._open(report.next_generation)
         if self._is_open and not self._is_whole:
             self._take_in(report)
+        if self._questions is not None:
+            self._remember(*self._questions.told(report.told))
         refused = {each.transfer: each.slots for each in report.refused}
         transfers = report.transfers
         for id in sorted((transfers.done | transfers.failed) & self._transfers.keys()):
@@ -196,7 +206,7 @@ class KeyedTier:
         is_open = self._is_whole and self._breakers[Direction.STORE].is_closed(self._now)
         return is_open and len(self._writing) < self._may_wait
 
-    def _is_known(self, name: Name) -> bool:
+    def _is_known(self, name: BlockName) -> bool:
         return name in self._writing or self._pool.find(name.spelled) is not None
 
     def _begin(self, direction: Direction, transfer: _Transfer, blocks: Sequence[int]) -> None:
@@ -215,7 +225,7 @@ class KeyedTier:
             labels = tuple(self._label(transfer.names[each], transfer.nodes[each]) for each in at)
             yield GroupCopy(number, slots, tuple(blocks[each] for each in at), labels)
 
-    def _label(self, name: Name, slot: int) -> Label:
+    def _label(self, name: BlockName, slot: int) -> Label:
         return Label(name.key, b"", name.number, 0, 0, self._generations[slot])
 
     def _end(self, id: int, is_done: bool, refused: Collection[int]) -> None:
@@ -231,7 +241,7 @@ class KeyedTier:
         )
         self._ended.append(Ended(transfer.job, frozenset([*transfer.lost, *lost])))
 
-    def _end_store(self, transfer: _Transfer, is_good: bool) -> Sequence[Name]:
+    def _end_store(self, transfer: _Transfer, is_good: bool) -> Sequence[BlockName]:
         if transfer.epoch == self._epoch:
             for name in transfer.names:
                 del self._writing[name]
@@ -242,7 +252,7 @@ class KeyedTier:
             self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
         return ()
 
-    def _end_load(self, transfer: _Transfer, pin: Pin, is_good: bool, refused: Collection[int]) -> Sequence[Name]:
+    def _end_load(self, transfer: _Transfer, pin: Pin, is_good: bool, refused: Collection[int]) -> Sequence[BlockName]:
         self._counts["refused"] += len(refused)
         self._pool.unpin(pin)
         lost = [
@@ -254,6 +264,15 @@ class KeyedTier:
             if self._pool.find(name.spelled) == node:
                 self._pool.withdraw(node)
         return [name for name, _ in lost]
+
+    def _remember(self, found: Sequence[BlockName], has_answered: bool | None) -> None:
+        """The store has these."""
+        if has_answered is not None:
+            self._breakers[Direction.LOAD].ended(has_answered, self._now)
+        new = [name for name in found if not self._is_known(name)]
+        for name, node in zip(new, self._pool.take(len(new)), strict=False):
+            self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
+            self._generations[node] = self._next
 
     def _open(self, next_generation: int) -> None:
         self._is_open = True
@@ -271,7 +290,7 @@ class KeyedTier:
 
     def _take(self, found: Found) -> None:
         """The youngest slot of a name comes last."""
-        name = Name(found.label.key, found.label.group)
+        name = BlockName(found.label.key, found.label.group)
         older = self._pool.find(name.spelled)
         if older is not None:
             self._pool.withdraw(older)
@@ -282,10 +301,11 @@ class KeyedTier:
 
 
 class _Breaker:
-    """After FAILURES_IN_A_ROW a direction is left alone for PAUSE_SECONDS, and then tried again."""
+    """After FAILURES_IN_A_ROW a direction is left alone for `pause` seconds, and then tried again."""
 
-    def __init__(self, direction: Direction) -> None:
+    def __init__(self, direction: Direction, pause: float) -> None:
         self._direction = direction
+        self._pause = pause
         self._failures = 0
         self._until = 0.0
 
@@ -295,10 +315,10 @@ class _Breaker:
     def ended(self, well: bool, now: float) -> None:
         self._failures = 0 if well else self._failures + 1
         if self._failures >= FAILURES_IN_A_ROW:
-            self._failures, self._until = 0, now + PAUSE_SECONDS
+            self._failures, self._until = 0, now + self._pause
             logger.error(
                 "%ss of the tier have failed %d times in a row: there are none for %.0f s",
                 self._direction.value,
                 FAILURES_IN_A_ROW,
-                PAUSE_SECONDS,
+                self._pause,
             )
