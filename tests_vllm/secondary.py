@@ -26,7 +26,8 @@ CHUNKS = 8
 BLOCK = 16
 TIER_BYTES = 1 << 20
 PATIENCE = 30  # seconds
-OURS = {"type": "PrefixCacheTier", "module_path": "cpu_prefix_cache_vllm"}
+MODULE = "cpu_prefix_cache_vllm"
+OURS = {"type": "PrefixCacheTier", "module_path": MODULE}
 _numbers = itertools.count()
 
 
@@ -55,9 +56,16 @@ def config(
     dtype: str = "float32",
     engine: str = "",
     number: int = 0,
+    policy: str = "lru",
 ) -> OffloadingConfig:
     """vLLM's description of an engine to what offloads its KV: one group, one rank, number `number` of the replicas."""
-    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": chunks * ROW, "secondary_tiers": [tier]}
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": chunks * ROW,
+        "secondary_tiers": [tier],
+        "eviction_policy": policy,
+        "cache_policy_module_path": None if policy == "lru" else MODULE,
+    }
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(BLOCK, ("layer",), 0),),
         worker_kv_bytes_per_block=ROW,
@@ -154,6 +162,8 @@ class Server:
 
     def _begin(self, prompt: str) -> ReqContext:
         context = ReqContext(f"{prompt} {next(self._requests)}")
+        for at, letter in enumerate(prompt):
+            context.set_offload_key_position(key(letter), (at + 1) * BLOCK)
         self.manager.on_new_request(context)
         return context
 

@@ -32,6 +32,14 @@ def test_a_chunk_comes_back_when_the_host_has_lost_it(server):
     assert server.ask("b") == "b"
 
 
+def test_a_policy_of_ours_goes_with_a_tier_of_ours(tmp_path):
+    with closing(Server(ours(tmp_path), policy="AdaptivePolicy")) as server:
+        for prompt in ("abcdef", "ghijkl", "abcdef"):
+            server.compute(prompt)
+        assert server.ask("abcdefghijkl"[:CHUNKS]) == "abcdefgh"
+        server.manager.primary_tier._policy.check_valid()
+
+
 def test_a_restart_keeps_what_was_stored(tmp_path):
     for served in ("..", "ab"):
         with closing(Server(ours(tmp_path))) as server:

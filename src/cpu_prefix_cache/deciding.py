@@ -48,7 +48,7 @@ from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
-from cpu_prefix_cache.tiers.keyed_tier import Ended, KeyedTier
+from cpu_prefix_cache.tiers.keyed_tier import JobEnded, KeyedTier
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 from cpu_prefix_cache.tiers.time_saved import seconds_saved
@@ -68,7 +68,6 @@ __all__ = [
     "ChunkLocalGroup",
     "Codec",
     "Direction",
-    "Ended",
     "EngineSteps",
     "EngineTraits",
     "FAR_CHUNKS",
@@ -79,6 +78,7 @@ __all__ = [
     "HintStatistics",
     "HybridChunkPlanner",
     "InternalError",
+    "JobEnded",
     "KVCacheCoordinator",
     "KeyedTier",
     "Lease",

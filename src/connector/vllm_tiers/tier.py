@@ -40,7 +40,7 @@ from connector.tier.revision import new_revision
 from connector.vllm_tiers.namespace import row_namespace
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 from cpu_prefix_cache.copying import OpeningTier
-from cpu_prefix_cache.deciding import BlockName, Ended, KeyedTier, Piece, StateGroup
+from cpu_prefix_cache.deciding import BlockName, JobEnded, KeyedTier, Piece, StateGroup
 from cpu_prefix_cache.tier import CRYPTOGRAPHIC, RankPart, weights_in
 
 DIGEST_BYTES = 32  # of the digests that CRYPTOGRAPHIC names
@@ -74,7 +74,7 @@ class PrefixCacheTier(SecondaryTierManager):
         self._revision_file = option.revision_file
         below = _tier_of(option, config)
         self._resets = reset == WITH_CONNECTOR
-        self._view = primary_kv_view.cast("B")  # of its own: vLLM releases the other one before we are closed
+        self._view = primary_kv_view.cast("B")  # of its own, which ends with the tier
         region = torch.frombuffer(self._view, dtype=torch.uint8).view(len(primary_kv_view), -1)
         blocks, self._row_bytes = region.shape
         slots = below.slots(self._row_bytes, blocks)
@@ -152,7 +152,7 @@ class PrefixCacheTier(SecondaryTierManager):
         self._jobs[job.job_id] = job
         return job.job_id, [_name(key) for key in job.keys], [int(row) for row in job.chunk_ids]
 
-    def _result(self, ended: Ended) -> JobResult:
+    def _result(self, ended: JobEnded) -> JobResult:
         job = self._jobs.pop(ended.job)
         good = [key for key in job.keys if _name(key) not in ended.lost]
         return JobResult(ended.job, not ended.lost, tuple(good) if ended.lost and job.is_promotion else None)

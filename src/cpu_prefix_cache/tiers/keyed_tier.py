@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 WRITTEN_SHARE = 4  # while this part of the host waits to be written, nothing more is
 
 
-class Ended(NamedTuple):
+class JobEnded(NamedTuple):
     """The job with this number has ended: all of it was stored, or loaded, but what it has `lost`."""
 
     job: int
@@ -87,7 +87,7 @@ class KeyedTier:
         self._writing: dict[BlockName, None] = {}
         self._new: list[TransferPlan] = []
         self._resolved: list[int] = []
-        self._ended: list[Ended] = []
+        self._ended: list[JobEnded] = []
         self._next_id = 0
         self._counts = Counter[str]()
 
@@ -147,14 +147,13 @@ class KeyedTier:
 
     def load(self, job: int, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
         """Fill these host blocks. What those hold whose names are lost is undefined."""
-        found = [(self._pool.find(name.spelled), name, block) for name, block in zip(names, blocks, strict=True)]
-        here = [(node, name, block) for node, name, block in found if node is not None and self._can_be_read]
-        nodes = [node for node, _, _ in here]
-        taken = [name for _, name, _ in here]
-        transfer = _Transfer(job, taken, nodes, {*names} - {*taken}, self._epoch, self._now)
+        wanted = dict(zip(names, blocks, strict=True)) if self._can_be_read else {}
+        here = {name: node for name in wanted if (node := self._pool.find(name.spelled)) is not None}
+        nodes = [*here.values()]
+        transfer = _Transfer(job, [*here], nodes, {*names} - here.keys(), self._epoch, self._now)
         if nodes:
             transfer.pin = self._pool.pin(*nodes)
-        self._begin(Direction.LOAD, transfer, [block for _, _, block in here])
+        self._begin(Direction.LOAD, transfer, [wanted[name] for name in here])
 
     def reset(self, revision: str | None = None) -> None:
         """The weights are others, or may be: those of `revision`, or nobody else's."""
@@ -174,12 +173,12 @@ class KeyedTier:
         oldest = next(iter(self._transfers), self._next_id)
         step = StepPlan(self._epoch, tuple(self._new), (), oldest, tuple(self._resolved))
         self._new, self._resolved = [], []
-        asks, told_below = (
-            ((), 0) if self._questions is None else (self._questions.take_new(), self._questions.told_below)
-        )
-        return TierPlan(step, self._first, self._taken, asks, told_below, self._revision)
+        plan = TierPlan(step, self._first, self._taken, revision=self._revision)
+        if self._questions is None:
+            return plan
+        return plan._replace(asks=self._questions.take_new(), told_below=self._questions.told_below)
 
-    def report(self, report: TierReport) -> list[Ended]:
+    def report(self, report: TierReport) -> list[JobEnded]:
         """Jobs that end with this report of the rank. Reports may be repeated."""
         if report.next_generation is not None and not self._is_open:
             self._open(report.next_generation)
@@ -211,7 +210,7 @@ class KeyedTier:
 
     def _begin(self, direction: Direction, transfer: _Transfer, blocks: Sequence[int]) -> None:
         if not transfer.nodes:
-            self._ended.append(Ended(transfer.job, frozenset(transfer.lost)))
+            self._ended.append(JobEnded(transfer.job, frozenset(transfer.lost)))
             return
         copies = tuple(self._copies(transfer, blocks))
         self._new.append(TransferPlan(self._next_id, direction, copies, len(blocks) * self._block_bytes))
@@ -239,7 +238,7 @@ class KeyedTier:
             if transfer.pin is None
             else self._end_load(transfer, transfer.pin, is_good, refused)
         )
-        self._ended.append(Ended(transfer.job, frozenset([*transfer.lost, *lost])))
+        self._ended.append(JobEnded(transfer.job, frozenset([*transfer.lost, *lost])))
 
     def _end_store(self, transfer: _Transfer, is_good: bool) -> Sequence[BlockName]:
         if transfer.epoch == self._epoch:
