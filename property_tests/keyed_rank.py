@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cpu_prefix_cache.deciding import Direction, Piece, RankReport, StateGroup, TransferPlan
-from cpu_prefix_cache.messages.tier import Ask, Refusal, TierPlan, TierReport, Told
+from cpu_prefix_cache.messages.tier import Ask, TierPlan, TierReport, Told
 from property_tests.tier_model import RankSlots, RankStore
 
 GROUPS = 2
@@ -66,7 +66,7 @@ class KeyedRank:
 
     def report(self) -> TierReport:
         number, found, is_scanned = self.slots.portion()
-        refused = tuple(Refusal(id, self._refused[id]) for id in sorted(self._done) if self._refused[id])
-        transfers = RankReport(0, frozenset(self._done), frozenset(self._failed))
+        unfit = tuple((id, self._refused[id]) for id in sorted(self._done) if self._refused[id])
+        transfers = RankReport(0, frozenset(self._done), frozenset(self._failed), unfit=unfit)
         told = tuple(self._told.values())
-        return TierReport(transfers, refused, self.slots.next_generation, number, found, is_scanned, told)
+        return TierReport(transfers, self.slots.next_generation, number, found, is_scanned, told)

@@ -309,6 +309,17 @@ def test_unknown_names_are_one_question():
     assert not tier.rank.asks
 
 
+def test_two_questions_about_one_key_may_name_both_its_groups():
+    tier = shared()
+    others_put(tier, "aA")
+    for letter in "aA":
+        assert tier.ask(letter) == "?"
+        tier.step()
+    assert len(tier.rank.asks) == 2
+    answer_all(tier)
+    assert tier.ask("aA") == "aA"
+
+
 def test_a_name_that_is_absent_is_unknown_again_later():
     tier = shared()
     assert tier.ask("a") == "?"

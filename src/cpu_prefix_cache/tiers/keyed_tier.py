@@ -186,8 +186,8 @@ class KeyedTier:
             self._take_in(report)
         if self._questions is not None:
             self._remember(*self._questions.told(report.told))
-        refused = {each.transfer: each.slots for each in report.refused}
         transfers = report.transfers
+        refused = dict(transfers.unfit)
         for id in sorted((transfers.done | transfers.failed) & self._transfers.keys()):
             self._end(id, id in transfers.done, refused.get(id, ()))
         ended, self._ended = self._ended, []
@@ -265,10 +265,10 @@ class KeyedTier:
         return [name for name, _ in lost]
 
     def _remember(self, found: Sequence[BlockName], has_answered: bool | None) -> None:
-        """The store has these."""
+        """The store has these, of which answers about one key may name some twice."""
         if has_answered is not None:
             self._breakers[Direction.LOAD].ended(has_answered, self._now)
-        new = [name for name in found if not self._is_known(name)]
+        new = [name for name in dict.fromkeys(found) if not self._is_known(name)]
         for name, node in zip(new, self._pool.take(len(new)), strict=False):
             self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
             self._generations[node] = self._next
