@@ -95,7 +95,7 @@ DECODING = 8  # requests, in `decode`
 DECODING_TOKENS = 256
 STEPS = 50
 FEW = 4  # prompts at a time, in `idle` and `stores`
-LOADED = "vllm:cpu_prefix_cache_transferred_bytes"
+LOADED = "vllm:kv_offload_load_bytes"
 
 OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
 NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "vllm_null"}
@@ -170,7 +170,7 @@ class Engine:
 
         The `LLM` class of vLLM 0.26 drops reports of steps without output tokens, so some loads are not counted.
         """
-        return sum(value for labels, value in self.metrics(LOADED) if labels.get("direction") == "load")
+        return sum(value for _, value in self.metrics(LOADED))
 
     def metrics(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and values. Needs `--log-stats`. A step reports the transfers of the one before."""

@@ -43,8 +43,14 @@ from vllm_reload import (
 TOKEN_BYTES = 131_072  # of the shape of Llama 3.1 8B
 BLOCK_TOKENS = 16
 WRITE_SECONDS = 1.0  # after each prompt that evicts others, for what the tier writes
-TIER = "vllm:cpu_prefix_cache_tier_"
-COUNTERS = ("hit_tokens", "transferred_bytes", "requests", "refused_slots", "unsaved_chunks")
+COUNTERS = {
+    "hit_tokens": "vllm:cpu_prefix_cache_tier_hit_tokens",
+    "transferred_bytes read": "vllm:kv_offload_tiering_read_bytes",
+    "transferred_bytes write": "vllm:kv_offload_tiering_write_bytes",
+    "requests": "vllm:cpu_prefix_cache_tier_requests",
+    "refused_slots": "vllm:cpu_prefix_cache_tier_refused_slots",
+    "unsaved_chunks": "vllm:cpu_prefix_cache_tier_unsaved_chunks",
+}
 
 
 def evict(engine: Engine, args: argparse.Namespace) -> None:
@@ -103,9 +109,9 @@ def measured(engine: Engine, args: argparse.Namespace) -> Iterator[dict[str, Any
 def counters(engine: Engine) -> dict[str, Any]:
     """The tier's metrics so far, by name and label."""
     found = {}
-    for name in COUNTERS:
-        for labels, value in engine.metrics(TIER + name):
-            label = labels.get("direction", labels.get("outcome"))
+    for name, metric in COUNTERS.items():
+        for labels, value in engine.metrics(metric):
+            label = labels.get("outcome")
             found[name if label is None else f"{name} {label}"] = value
     return {"source": "metrics", **found}
 

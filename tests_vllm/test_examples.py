@@ -17,6 +17,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from connector.vllm.metrics import OFFLOADING, PREFIX
 from connector.vllm.settings import checked_options
 from cpu_prefix_cache import ConfigurationError
 from tests.examples.vllm_alerts import CASES, ENGINE
@@ -113,10 +114,10 @@ def test_alerts_are_tried_with_series_as_the_server_has_them(served):
 
 def test_the_board_shows_all_metrics_of_the_cache(served):
     """Metrics that are in other numbers, too, are left out, and those of what few clients do."""
-    told = {name for name in served if name.startswith("vllm:cpu_prefix_cache_") and not name.endswith("_created")}
+    prefixes = (PREFIX, OFFLOADING)
+    told = {name for name in served if name.startswith(prefixes) and not name.endswith("_created")}
     asked = {name for each in expressions() for name in re.findall(r"vllm:\w+", each)}
     assert told - asked == {
-        "vllm:cpu_prefix_cache_transfer_seconds_count",
         "vllm:cpu_prefix_cache_next_use_hints_total",
         "vllm:cpu_prefix_cache_union_misses_total",
         *(

@@ -14,7 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+    get_connector_metric_definitions,
+)
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -23,6 +29,7 @@ from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import (
     KINDS,
     METRICS,
+    OFFLOADING,
     PREFIX,
     STATES,
     TIER_METRICS,
@@ -40,6 +47,7 @@ from tests_vllm.engine import ATTENTION, BLOCK, Engine, one_group, vllm_config
 
 PROMPT = list(range(30))  # 7 full blocks and 2 tokens
 CHUNK_BYTES = 2 * ATTENTION.page_size_bytes
+READS_FAILED, WRITES_FAILED = "tiering_promotion_job_failures", "tiering_cascade_job_failures"
 ENGINES = {0: ["llama", "0"], 1: ["llama", "1"]}
 OF_HOST = [key for metric in METRICS for key, _ in metric.series()]
 OF_TIER = [key for metric in TIER_METRICS for key, _ in metric.series()]
@@ -67,8 +75,9 @@ class Board:
         name, _, value = key.partition(":")
         metric = next(metric for metric in (*METRICS, *TIER_METRICS) if metric.name == name)
         default = {Kind.COUNT: "_total", Kind.LEVEL: "", Kind.TIMES: "_count"}[metric.kind]
-        labels = {"model_name": "llama", "engine": str(engine)} | ({metric.label: value} if metric.label else {})
-        return self.registry.get_sample_value(PREFIX + name + (suffix or default), labels)
+        labels = {"model_name": "llama", "engine": str(engine)}
+        labels |= {metric.label: value or metric.values[0]} if metric.label else {}
+        return self.registry.get_sample_value(metric.prefix + name + (suffix or default), labels)
 
 
 @pytest.fixture
@@ -203,13 +212,16 @@ def test_each_engine_has_its_own_numbers(board):
     assert [board.shows("resident_blocks", engine) for engine in ENGINES] == [7, 7]
 
 
-def test_every_series_is_there_before_anything_has_happened(board):
+def test_every_series_is_there_from_the_first_report_on(board):
+    board.hear({"hit_tokens": 0})
     assert [board.shows(key) for key in OF_HOST] == [0] * len(OF_HOST)
 
 
 def test_series_of_a_tier_are_there_if_there_is_one(tmp_path, board):
-    assert {board.shows(key) for key in OF_TIER} == {None}
     with_tier = Board(vllm_config(tmp_path, cpu_bytes_to_use=2**20, tier={"kind": "file"}))
+    for each in (board, with_tier):
+        each.hear({"hit_tokens": 0})
+    assert {board.shows(key) for key in OF_TIER} == {None}
     assert [with_tier.shows(key) for key in KINDS] == [0] * len(KINDS)
     assert [*OF_HOST, *OF_TIER] == list(KINDS)
 
@@ -220,11 +232,11 @@ def test_series_of_a_tier_are_there_if_there_is_one(tmp_path, board):
 def test_bytes_and_hit_tokens_are_those_of_the_prompt_that_came_back(start):
     watched = start()
     watched.engine.run(PROMPT, max_tokens=1)
-    assert watched.shows("transferred_bytes:store", "transferred_bytes:load", "hit_tokens") == [7 * CHUNK_BYTES, 0, 0]
+    assert watched.shows("store_bytes", "load_bytes", "hit_tokens") == [7 * CHUNK_BYTES, 0, 0]
     assert watched.shows("resident_blocks", "capacity_blocks", "ready_blocks") == [7, 1000, 1000]
     watched.flood()
     watched.engine.run(PROMPT, max_tokens=1)
-    assert watched.shows("transferred_bytes:load", "hit_tokens", "failed_loads") == [7 * CHUNK_BYTES, 7 * BLOCK, 0]
+    assert watched.shows("load_bytes", "hit_tokens", "failed_loads") == [7 * CHUNK_BYTES, 7 * BLOCK, 0]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -349,7 +361,7 @@ def test_hits_of_the_tier_are_those_that_came_from_it(start_with_tier):
     watched.flood()
     watched.engine.run(PROMPT, max_tokens=1)
     assert watched.shows("tier_hit_tokens", "hit_tokens", "tier_requests:asked") == [7 * BLOCK, 7 * BLOCK, 1]
-    assert watched.shows("tier_requests:late", "tier_refused_slots", "tier_failed_transfers") == [0, 0, 0]
+    assert watched.shows("tier_requests:late", "tier_refused_slots", READS_FAILED, WRITES_FAILED) == [0] * 4
 
 
 def test_failures_of_a_tier_are_counted(start_with_tier):
@@ -361,7 +373,7 @@ def test_failures_of_a_tier_are_counted(start_with_tier):
     watched.engine.ranks[0].tier.failure_rate = 1.0
     for at in range(2 * FAILURES_IN_A_ROW):
         watched.engine.run([at, *PROMPT], max_tokens=1)
-    assert watched.shows("tier_failed_transfers") == [FAILURES_IN_A_ROW]
+    assert watched.shows(READS_FAILED, WRITES_FAILED) == [0, FAILURES_IN_A_ROW]
     assert watched.shows(*(f"tier_state:{state}" for state in STATES)) == [0, 0, 1, 0]
     watched.flood()
     watched.engine.now += PAUSE_SECONDS  # what has left meanwhile is counted now
@@ -373,13 +385,13 @@ def test_bytes_that_a_rank_has_moved_are_reported_once():
     moves = TierMoves()
     moved = SlotStatistics(100, 200, 0.5, 0.25, 0, None, None)
     assert moves.take(moved).data == {
-        "tier_transferred_bytes:read": 100,
-        "tier_transferred_bytes:write": 200,
-        "tier_transfer_seconds:read": 0.5,
-        "tier_transfer_seconds:write": 0.25,
+        "tiering_read_bytes": 100,
+        "tiering_write_bytes": 200,
+        "tiering_read_time": 0.5,
+        "tiering_write_time": 0.25,
     }
     assert moves.take(moved) is None
-    assert moves.take(moved._replace(bytes_read=160)).data == {"tier_transferred_bytes:read": 60}
+    assert moves.take(moved._replace(bytes_read=160)).data == {"tiering_read_bytes": 60}
     assert moves.take(moved._replace(bytes_read=160, kept=3)).data == {"tier_kept_values": 3}
 
 
@@ -405,8 +417,8 @@ def test_bytes_over_seconds_are_the_rate_of_a_rank(board):
     assert board.shows("transfer_seconds:store") == 4
     for direction, rate in (("store", 2 / 0.06), ("load", 10)):
         seconds = board.shows(f"transfer_seconds:{direction}", suffix="_sum")
-        assert board.shows(f"transferred_bytes:{direction}") / 1e9 / seconds == pytest.approx(rate)
-    assert board.shows("transfer_seconds:load", engine=1) == board.shows("transferred_bytes:load", engine=1) == 0
+        assert board.shows(f"{direction}_bytes") / 1e9 / seconds == pytest.approx(rate)
+    assert board.shows("transfer_seconds:load", engine=1) == board.shows("load_bytes", engine=1) == 0
 
 
 def test_times_are_reported_once_and_not_for_transfers_without_bytes_of_the_rank():
@@ -414,7 +426,7 @@ def test_times_are_reported_once_and_not_for_transfers_without_bytes_of_the_rank
     taken.observe(plan_of(0, Direction.STORE, 10**9), 1.0)
     taken.observe(plan_of(1, Direction.LOAD, 0), 1.0)
     taken.observe(plan_of(2, Direction.STORE, 8), 0.0)
-    assert taken.take().data == {"transferred_bytes:store": 10**9 + 8, "transfer_seconds:store": [1.0, 0.0]}
+    assert taken.take().data == {"store_bytes": 10**9 + 8, "transfer_seconds:store": [1.0, 0.0]}
     assert taken.take() is None
 
 
@@ -443,23 +455,23 @@ def test_a_worker_reports_the_time_of_its_copies(tmp_path, board):
     for direction, num_bytes in (("store", 2 * CHUNK_BYTES), ("load", CHUNK_BYTES)):
         (seconds,) = data[f"transfer_seconds:{direction}"]
         assert 0 < seconds < 10
-        assert data[f"transferred_bytes:{direction}"] == num_bytes
+        assert data[f"{direction}_bytes"] == num_bytes
 
 
 # Adding up
 
 
 REPORTS = [
-    {"transfer_seconds:store": [0.5], "transferred_bytes:store": 10**9},
-    {"transfer_seconds:store": [0.25, 1.0], "transferred_bytes:store": 2 * 10**9},
+    {"transfer_seconds:store": [0.5], "store_bytes": 10**9},
+    {"transfer_seconds:store": [0.25, 1.0], "store_bytes": 2 * 10**9},
     {"hit_tokens": 28, "failed_loads": 1, "resident_blocks": 7, "capacity_blocks": 10, "off": 0},
-    {"transfer_seconds:load": [0.1], "transferred_bytes:load": 10**9},
+    {"transfer_seconds:load": [0.1], "load_bytes": 10**9},
 ]
 SUM = {
     "transfer_seconds:store": [0.25, 0.5, 1.0],
-    "transferred_bytes:store": 3 * 10**9,
+    "store_bytes": 3 * 10**9,
     "transfer_seconds:load": [0.1],
-    "transferred_bytes:load": 10**9,
+    "load_bytes": 10**9,
     **REPORTS[2],
 }
 
@@ -518,7 +530,7 @@ def test_ranks_and_the_scheduler_are_added_up_by_vllm_itself(start):
     """Three ranks, with a report each, through KVOutputAggregator and the scheduler."""
     watched = start(ranks=3)
     watched.engine.run(PROMPT, max_tokens=1)
-    assert watched.shows("transferred_bytes:store", "resident_blocks") == [3 * 7 * CHUNK_BYTES, 7]
+    assert watched.shows("store_bytes", "resident_blocks") == [3 * 7 * CHUNK_BYTES, 7]
     assert watched.shows("transfer_seconds:store") == [3 * watched.engine.counts["stores planned"]]
 
 
@@ -532,7 +544,7 @@ def test_the_log_shows_the_figures_that_matter(tmp_path):
     assert lines == []
     for report in REPORTS:
         logging.observe(report)
-    logging.observe({"hit_tokens": 2, "transferred_bytes:store": 10**9, "resident_blocks": 8, "capacity_blocks": 10})
+    logging.observe({"hit_tokens": 2, "store_bytes": 10**9, "resident_blocks": 8, "capacity_blocks": 10})
     logging.log(lambda text, *args: lines.append(text % args))
     assert lines == [
         "KV Transfer metrics: hit_tokens=30, stored_gb=4.0, stored_gb_per_second=2.3, loaded_gb=1.0, "
@@ -540,7 +552,7 @@ def test_the_log_shows_the_figures_that_matter(tmp_path):
     ]
     logging.log(lambda text, *args: lines.append(text % args))
     assert len(lines) == 1, "the same interval was told twice"
-    logging.observe({"tier_hit_tokens": 64, "tier_transferred_bytes:read": 3 * 10**9, "tier_capacity_blocks": 10})
+    logging.observe({"tier_hit_tokens": 64, "tiering_read_bytes": 3 * 10**9, "tier_capacity_blocks": 10})
     logging.observe({"tier_state:paused": 1, "tier_unsaved_chunks": 2})
     logging.log(lambda text, *args: lines.append(text % args))
     assert lines[1].endswith(
@@ -591,3 +603,30 @@ def test_reports_survive_a_multi_connector(tmp_path):
     board.hear(again.to_dict())
     assert board.shows("capacity_blocks") == 2**20 // CHUNK_BYTES
     assert board.shows("transfer_seconds:store") == 3
+
+
+# Beside vLLM's OffloadingConnector
+
+
+THEIRS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+COMMON = [metric for metric in (*METRICS, *TIER_METRICS) if metric.prefix == OFFLOADING]
+
+
+def test_common_names_are_those_of_vllm_with_its_kinds_and_labels():
+    theirs = get_connector_metric_definitions() | TieringOffloadingSpec.build_metric_definitions({})
+    assert len(COMMON) == 8
+    for metric in COMMON:
+        found = theirs[metric.prefix + metric.name]
+        assert isinstance(found, OffloadingCounterMetadata) and metric.kind is Kind.COUNT
+        assert found.labelnames == (() if metric.label is None else (metric.label,))
+
+
+@pytest.mark.parametrize("order", [(OURS, THEIRS), (THEIRS, OURS)], ids=["ours first", "theirs first"])
+def test_beside_an_offloading_connector_each_has_its_own_numbers(tmp_path, order):
+    board = Board(multi_config(tmp_path, *order))
+    theirs = OffloadingConnectorStats()
+    theirs.increase_counter("vllm:kv_offload_load_bytes", 3)
+    board.hear({"CPUPrefixCacheConnector": {"load_bytes": 5}, "OffloadingConnector": theirs.data})
+    labels = {"model_name": "llama", "engine": "0"}
+    found = [board.registry.get_sample_value(f"{prefix}load_bytes_total", labels) for prefix in (PREFIX, OFFLOADING)]
+    assert found == [5, 3]

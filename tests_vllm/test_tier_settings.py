@@ -427,8 +427,8 @@ def test_a_worker_writes_what_its_host_block_holds_and_reads_it_back(tmp_path, p
     assert (report.transfers.done, [slots for _, slots in report.transfers.unfit]) == ({1, 2}, [(8,)])
     assert torch.equal(region[5], region[3])
     moved = worker.take_stats().data
-    assert moved["tier_transferred_bytes:write"] == moved["tier_transferred_bytes:read"] == region.shape[1]
-    assert moved["tier_transfer_seconds:write"] > 0 < moved["tier_transfer_seconds:read"]
+    assert moved["tiering_write_bytes"] == moved["tiering_read_bytes"] == region.shape[1]
+    assert moved["tiering_write_time"] > 0 < moved["tiering_read_time"]
     worker.close()
 
 

@@ -40,9 +40,9 @@ def _full_host(hits: str, resident: int = 990) -> dict[str, str]:
     }
 
 
-def _in_flight(num_bytes: str) -> dict[str, str]:
+def _in_flight(ended: str) -> dict[str, str]:
     load = '{direction="load"}'
-    return {OURS + "transfers_in_flight" + load: "2x60", OURS + "transferred_bytes_total" + load: num_bytes}
+    return {OURS + "transfers_in_flight" + load: "2x60", OURS + "transfer_seconds_count" + load: ended}
 
 
 def _ready(course: str) -> dict[str, str]:
@@ -57,7 +57,7 @@ def _evicted(unused: str) -> dict[str, str]:
 CASES = {
     "CPUPrefixCacheOff": Case({OURS + "off": "0x5 1x30"}, {OURS + "off": "0x40"}, 10),
     "CPUPrefixCacheNotReady": Case(_ready("800x60"), _ready("0x2 1000x60"), 30),
-    "CPUPrefixCacheStuck": Case(_in_flight("4096x60"), _in_flight("0+4096x60"), 40, {"direction": "load"}),
+    "CPUPrefixCacheStuck": Case(_in_flight("40x60"), _in_flight("0+1x60"), 40, {"direction": "load"}),
     "CPUPrefixCacheLoadsFail": Case(
         {OURS + "failed_loads_total": "0+2x60"}, {OURS + "failed_loads_total": "0x20 5x40"}, 40
     ),

@@ -8,11 +8,15 @@
 
 A report is a flat dict: for each series a number, or a list of observations. Series of a tier below host memory exist
 only where there is one.
+
+A number that vLLM's OffloadingConnector has, too, has its name and labels (OFFLOADING). One that counts something else,
+such as chunks in place of calls, keeps a name of its own.
 """
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -26,6 +30,7 @@ if TYPE_CHECKING:  # it imports what copies, and the scheduler does not
     from cpu_prefix_cache.copying import SlotStatistics
 
 PREFIX = "vllm:cpu_prefix_cache_"
+OFFLOADING = "vllm:kv_offload_"
 DIRECTIONS = tuple(direction.value for direction in Direction)
 TIER_DIRECTIONS = ("read", "write")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -39,7 +44,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, its name without the prefix: one series, or one for each of the label's `values`."""
+    """One metric, its name without the prefix: one series, or one for each of the label's `values`.
+
+    A report has the name as key, and with several values `name:value`.
+    """
 
     name: str
     kind: Kind
@@ -47,24 +55,20 @@ class Metric:
     label: str | None = None
     values: Sequence[str] = ()
     buckets: Sequence[float] = ()
+    prefix: str = PREFIX
 
     def series(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The key of each series in a report, and the values of its own labels."""
         if self.label is None:
             yield self.name, ()
         for value in self.values:
-            yield f"{self.name}:{value}", (value,)
+            yield (f"{self.name}:{value}" if len(self.values) > 1 else self.name), (value,)
 
 
 METRICS = (
     Metric("hit_tokens", Kind.COUNT, "Prompt tokens of admitted requests that loads from the host provide."),
-    Metric(
-        "transferred_bytes",
-        Kind.COUNT,
-        "Bytes that all ranks together have stored to the host, or loaded from it.",
-        "direction",
-        DIRECTIONS,
-    ),
+    Metric("store_bytes", Kind.COUNT, "Bytes that all ranks together have stored to the host.", prefix=OFFLOADING),
+    Metric("load_bytes", Kind.COUNT, "Bytes that all ranks together have loaded from the host.", prefix=OFFLOADING),
     Metric("evicted_chunks", Kind.COUNT, "Chunks and checkpoints evicted from the host to make room."),
     Metric(
         "evicted_unused_chunks",
@@ -110,23 +114,20 @@ METRICS = (
         SECONDS,
     ),
 )
+
+
+def _tiering(name: str, text: str) -> Metric:
+    """A metric that vLLM has for each tier below the host. Here there is one."""
+    return Metric(f"tiering_{name}", Kind.COUNT, text, "tier", ("1:tier",), prefix=OFFLOADING)
+
+
 STATES = ("opening", "open", "read_only", "paused")
 TIER_METRICS = (
     Metric("tier_hit_tokens", Kind.COUNT, "Prompt tokens of admitted requests that came from the tier by way of host."),
-    Metric(
-        "tier_transferred_bytes",
-        Kind.COUNT,
-        "Bytes that all ranks together have read from the tier, or written to it.",
-        "direction",
-        TIER_DIRECTIONS,
-    ),
-    Metric(
-        "tier_transfer_seconds",
-        Kind.COUNT,
-        "Seconds in which the tier was read, or written, added up over ranks.",
-        "direction",
-        TIER_DIRECTIONS,
-    ),
+    _tiering("read_bytes", "Bytes that all ranks together have read from the tier."),
+    _tiering("write_bytes", "Bytes that all ranks together have written to the tier."),
+    _tiering("read_time", "Seconds in which the tier was read, added up over ranks."),
+    _tiering("write_time", "Seconds in which the tier was written, added up over ranks."),
     Metric(
         "tier_requests",
         Kind.COUNT,
@@ -138,7 +139,8 @@ TIER_METRICS = (
     Metric("tier_refused_slots", Kind.COUNT, "Slots that did not hold what they should; their tokens are misses."),
     Metric("tier_kept_values", Kind.COUNT, "Values with wrong bytes left in a shared store: too many came wrong."),
     Metric("tier_unsaved_chunks", Kind.COUNT, "Chunks that left the host before they could be written to the tier."),
-    Metric("tier_failed_transfers", Kind.COUNT, "Reads and writes of the tier that failed."),
+    _tiering("promotion_job_failures", "Reads of the tier that failed."),
+    _tiering("cascade_job_failures", "Writes to the tier that failed."),
     Metric("tier_found_chunks", Kind.COUNT, "Chunks that were there from before the start."),
     Metric("tier_resident_blocks", Kind.LEVEL, "Slots of the tier that are found by key, each of a host block's size."),
     Metric("tier_capacity_blocks", Kind.LEVEL, "All slots of the tier."),
@@ -156,7 +158,8 @@ TROUBLES = (
     "tier_refused_slots",
     "tier_kept_values",
     "tier_unsaved_chunks",
-    "tier_failed_transfers",
+    "tiering_promotion_job_failures",
+    "tiering_cascade_job_failures",
     "tier_state:read_only",
     "tier_state:paused",
 )
@@ -191,21 +194,21 @@ class CacheStats(KVConnectorStats):
         """The values for vLLM's log line. TROUBLES are included only if they are not 0."""
         summary: dict[str, int | float] = {"hit_tokens": self.data.get("hit_tokens", 0)}
         for direction, word in (("store", "stored"), ("load", "loaded")):
-            summary[f"{word}_gb"] = round(self.data.get(f"transferred_bytes:{direction}", 0) / 1e9, 3)
+            summary[f"{word}_gb"] = round(self.data.get(f"{direction}_bytes", 0) / 1e9, 3)
             summary[f"{word}_gb_per_second"] = round(self._rate(direction), 1)
         if self.data.get("capacity_blocks"):
             summary["resident_share"] = round(self.data["resident_blocks"] / self.data["capacity_blocks"], 3)
         if self.data.get("tier_capacity_blocks"):
             summary["tier_hit_tokens"] = self.data.get("tier_hit_tokens", 0)
             for direction in TIER_DIRECTIONS:
-                num_bytes = self.data.get(f"tier_transferred_bytes:{direction}", 0)
+                num_bytes = self.data.get(f"tiering_{direction}_bytes", 0)
                 summary[f"tier_{direction}_gb"] = round(num_bytes / 1e9, 3)
         return summary | {key.replace(":", "_"): self.data[key] for key in TROUBLES if self.data.get(key)}
 
     def _rate(self, direction: str) -> float:
         """GB/s of one rank while it copies in this direction: all bytes over all seconds."""
         seconds = sum(self.data.get(f"transfer_seconds:{direction}", ()))
-        return self.data.get(f"transferred_bytes:{direction}", 0) / 1e9 / seconds if seconds else 0.0
+        return self.data.get(f"{direction}_bytes", 0) / 1e9 / seconds if seconds else 0.0
 
 
 class CacheCounts:
@@ -267,7 +270,8 @@ def _tier_numbers(cache: TieredCache) -> dict[str, int]:
         "tier_requests:unanswered": statistics.unanswered,
         "tier_refused_slots": statistics.refused,
         "tier_unsaved_chunks": statistics.unsaved,
-        "tier_failed_transfers": below.stores_failed + below.loads_failed,
+        "tiering_promotion_job_failures": below.loads_failed,
+        "tiering_cascade_job_failures": below.stores_failed,
         "tier_found_chunks": statistics.found,
         "tier_resident_blocks": below.pool.cached,
         "tier_capacity_blocks": below.pool.capacity,
@@ -285,7 +289,7 @@ class TransferTimes:
         """Record a transfer that succeeded. One of which this rank has no share is not counted."""
         if transfer.num_bytes:
             direction = transfer.direction.value
-            data = {f"transferred_bytes:{direction}": transfer.num_bytes, f"transfer_seconds:{direction}": [seconds]}
+            data = {f"{direction}_bytes": transfer.num_bytes, f"transfer_seconds:{direction}": [seconds]}
             self._stats.aggregate(CacheStats(data))
 
     def take(self) -> CacheStats | None:
@@ -305,10 +309,10 @@ class TierMoves:
     def take(self, statistics: "SlotStatistics") -> CacheStats | None:
         """None when nothing was moved."""
         now: dict[str, float] = {
-            "tier_transferred_bytes:read": statistics.bytes_read,
-            "tier_transferred_bytes:write": statistics.bytes_written,
-            "tier_transfer_seconds:read": statistics.read_seconds,
-            "tier_transfer_seconds:write": statistics.write_seconds,
+            "tiering_read_bytes": statistics.bytes_read,
+            "tiering_write_bytes": statistics.bytes_written,
+            "tiering_read_time": statistics.read_seconds,
+            "tiering_write_time": statistics.write_seconds,
             "tier_kept_values": statistics.kept,
         }
         before, self._before = self._before, now
@@ -318,7 +322,7 @@ class TierMoves:
 
 class CachePromMetrics(KVConnectorPromMetrics):
     """METRICS in vLLM's metric classes, which show them in /metrics, and TIER_METRICS if there is a tier. All series
-    exist from the start, at 0.
+    exist from the first report on, at 0.
     """
 
     def __init__(
@@ -330,13 +334,20 @@ class CachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         check_names(self, PROMETHEUS)
-        self._series: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        self._engines = per_engine_labelvalues
         has_tier = TIER in vllm_config.kv_transfer_config.kv_connector_extra_config
-        for metric in (*METRICS, *TIER_METRICS) if has_tier else METRICS:
-            shown = self._show(metric)
-            for engine, labels in per_engine_labelvalues.items():
+        self._metrics = (*METRICS, *TIER_METRICS) if has_tier else METRICS
+
+    @cached_property
+    def _series(self) -> Mapping[int, Mapping[str, Any]]:
+        """By engine. Made with the first report: then connectors beside this one have made theirs."""
+        series: dict[int, dict[str, Any]] = {engine: {} for engine in self._engines}
+        for metric in self._metrics:
+            shown = self._shown(metric)
+            for engine, labels in self._engines.items():
                 for key, own in metric.series():
-                    self._series[engine][key] = shown.labels(*labels, *own)
+                    series[engine][key] = shown.labels(*labels, *own)
+        return series
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.items():
@@ -349,9 +360,18 @@ class CachePromMetrics(KVConnectorPromMetrics):
             else:
                 series.set(value)
 
-    def _show(self, metric: Metric) -> Any:
+    def _shown(self, metric: Metric) -> Any:
+        """Under a name of our own where an OffloadingConnector beside this one has the common one."""
+        try:
+            return self._made(metric)
+        except ValueError:
+            if metric.prefix == PREFIX:
+                raise
+            return self._made(replace(metric, prefix=PREFIX))
+
+    def _made(self, metric: Metric) -> Any:
         labels = [*self._labelnames, *([] if metric.label is None else [metric.label])]
-        fields: dict[str, Any] = dict(name=PREFIX + metric.name, documentation=metric.help, labelnames=labels)
+        fields: dict[str, Any] = dict(name=metric.prefix + metric.name, documentation=metric.help, labelnames=labels)
         if metric.kind is Kind.TIMES:
             return self._histogram_cls(**fields, buckets=list(metric.buckets))
         if metric.kind is Kind.COUNT:
