@@ -186,6 +186,13 @@ class WithTier(PrefixCacheMachine):
         for what, number in meanwhile:
             self.happens(what, number)
 
+    @rule(prompt=long_prompts, meanwhile=things)
+    def a_prompt_is_expected(self, prompt: str, meanwhile: list[Thing]) -> None:
+        """By a hint, which may be wrong."""
+        self.cache.expected(chain(prompt), self.now)
+        for what, number in meanwhile:
+            self.happens(what, number)
+
     def asks_again(self, id: str) -> bool:
         prompt, partial = self.asking[id]
         self.queued.discard(id)
@@ -639,9 +646,10 @@ class WithTier(PrefixCacheMachine):
         leases = {want.lease for want in wants if want.lease is not None}
         assert not any(lease.released for lease in leases)
         late = tiered_cache.LEASE_SECONDS + questions.REMEMBERED_SECONDS
+        endless = self.queued | {want.request.id for want in wants if want is self.cache._ahead}
         if self.tier["rate"] is None:
-            assert all(want.deadline <= self.now + late for want in wants if want.request.id not in self.queued)
-        assert {want.request.id for want in wants if want.deadline == math.inf} <= self.queued
+            assert all(want.deadline <= self.now + late for want in wants if want.request.id not in endless)
+        assert {want.request.id for want in wants if want.deadline == math.inf} <= endless
         assert self.cache._queued.keys() <= self.queued
 
     def teardown(self) -> None:

@@ -122,7 +122,7 @@ def test_the_board_shows_all_metrics_of_the_cache(served):
         "vllm:cpu_prefix_cache_union_misses_total",
         *(
             f"vllm:cpu_prefix_cache_tier_{rest}"
-            for rest in ("found_chunks_total", "resident_blocks", "capacity_blocks")
+            for rest in ("prefetch_hints_total", "found_chunks_total", "resident_blocks", "capacity_blocks")
         ),
     }
 

@@ -180,7 +180,7 @@ def test_the_table_above_is_complete():
 @pytest.mark.parametrize("key", sorted(FROM))
 def test_a_value_goes_from_0_to_where_operators_look_and_back(tmp_path, board, key):
     cache = Still(Engine(tmp_path).cache.statistics())
-    counts = CacheCounts(cache)
+    counts = CacheCounts(cache, {})
     cache.says(FROM[key], 0)
     others = {each: None for each in FROM if each != key}
 

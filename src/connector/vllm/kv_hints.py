@@ -1,8 +1,11 @@
-"""Actions that an orchestrator attaches to a request (vLLM's KvHintsEnvelope), as the time until its next use.
+"""Actions that an orchestrator attaches to a request (vLLM's KvHintsEnvelope): the time until its next use, and other
+prompts that are to come.
 
     kv.retain                its `ttl_seconds`, or the longest `duration` of its `directives`
     kv.demote                the same; without a time, late
     kv.evict, kv.release     never
+    kv.prefetch              of another session, its `session_id`: that comes soon. (What a request itself needs is read
+                             from the tier when it is queued.)
     others                   are for others: they fetch or share
 
 vLLM fixes the envelope and no action (up to 0.33). These are the names and fields of Dynamo's router, and of what is
@@ -11,10 +14,11 @@ next use. That is no fault: what becomes of requests with that time is learned. 
 of other requests are not used.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf, nan
 from typing import Any
 
+PREFETCH = "cpu_prefix_cache_prefetch"
 NEXT_USE_WITHOUT_TIME = {"kv.retain": nan, "kv.demote": 65_536.0, "kv.evict": inf, "kv.release": inf}
 
 
@@ -28,6 +32,19 @@ def next_use_of_actions(actions: Iterable[Any]) -> Any:
             otherwise = NEXT_USE_WITHOUT_TIME[action.action_type]
             return otherwise if otherwise == inf else _time_of(action.payload, otherwise)
     return None
+
+
+def sessions_to_come(params: Mapping[str, Any] | None, actions: Iterable[Any]) -> Iterator[Any]:
+    """The sessions that a request's `kv_transfer_params` and actions name, each of which may be anything.
+
+    >>> [*sessions_to_come({PREFETCH: "agent-7"}, [])], [*sessions_to_come(None, [])]
+    (['agent-7'], [])
+    """
+    if PREFETCH in (params or {}):
+        yield (params or {})[PREFETCH]
+    for action in actions:
+        if action.action_type == "kv.prefetch" and "session_id" in action.payload:
+            yield action.payload["session_id"]
 
 
 def _time_of(payload: Mapping[str, Any], otherwise: float) -> Any:

@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from connector.tier.options import TIER
+from connector.vllm.sessions import OUTCOMES
 from connector.vllm.touched import PROMETHEUS, check_names
 from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, TieredCache, TransferPlan
 
@@ -136,6 +137,14 @@ TIER_METRICS = (
         "outcome",
         ("asked", "late", "declined", "unanswered"),
     ),
+    Metric(
+        "tier_prefetch_hints",
+        Kind.COUNT,
+        "Hints of sessions that come again: of a known one, of an unknown one, or none that can be understood; and of "
+        "the known ones, those that the tier was read for.",
+        "outcome",
+        (*OUTCOMES, "read"),
+    ),
     Metric("tier_refused_slots", Kind.COUNT, "Slots that did not hold what they should; their tokens are misses."),
     Metric("tier_kept_values", Kind.COUNT, "Values with wrong bytes left in a shared store: too many came wrong."),
     Metric("tier_unsaved_chunks", Kind.COUNT, "Chunks that left the host before they could be written to the tier."),
@@ -155,6 +164,7 @@ TROUBLES = (
     "lost_before_store_chunks",
     "next_use_hints:malformed",
     "off",
+    "tier_prefetch_hints:malformed",
     "tier_refused_slots",
     "tier_kept_values",
     "tier_unsaved_chunks",
@@ -214,8 +224,9 @@ class CacheStats(KVConnectorStats):
 class CacheCounts:
     """Reports of the scheduler half: what the cache has done since the last report, and what it holds now."""
 
-    def __init__(self, cache: CPUPrefixCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: CPUPrefixCache, prefetch_hints: Mapping[str, int]) -> None:
+        """`prefetch_hints` is how many there were so far, by outcome."""
+        self._cache, self._prefetch_hints = cache, prefetch_hints
         self._before: dict[str, int] = {}
 
     def take(self) -> CacheStats | None:
@@ -255,11 +266,11 @@ class CacheCounts:
             "transfers_in_flight:store": statistics.storing,
             "transfers_in_flight:load": statistics.loading,
             "off": int(self._cache.is_off),
-            **(_tier_numbers(self._cache) if isinstance(self._cache, TieredCache) else {}),
+            **(_tier_numbers(self._cache, self._prefetch_hints) if isinstance(self._cache, TieredCache) else {}),
         }
 
 
-def _tier_numbers(cache: TieredCache) -> dict[str, int]:
+def _tier_numbers(cache: TieredCache, prefetch_hints: Mapping[str, int]) -> dict[str, int]:
     statistics = cache.tier_statistics()
     below = statistics.cache
     return {
@@ -268,6 +279,8 @@ def _tier_numbers(cache: TieredCache) -> dict[str, int]:
         "tier_requests:late": statistics.late,
         "tier_requests:declined": statistics.declined,
         "tier_requests:unanswered": statistics.unanswered,
+        **{f"tier_prefetch_hints:{outcome}": count for outcome, count in prefetch_hints.items()},
+        "tier_prefetch_hints:read": statistics.read_ahead,
         "tier_refused_slots": statistics.refused,
         "tier_unsaved_chunks": statistics.unsaved,
         "tiering_promotion_job_failures": below.loads_failed,

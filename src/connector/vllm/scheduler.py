@@ -1,7 +1,7 @@
 """The scheduler half: translates vLLM's calls into calls of CPUPrefixCache. It decides nothing.
 
     vLLM's call                         becomes
-    on_new_request                      cache.queued, if it is tiered
+    on_new_request                      cache.queued, if it is tiered; cache.expected for prompts that it hints
     get_num_new_matched_tokens          cache.lookup
     update_state_after_alloc            cache.admit, cache.load; cache.preempted if it was admitted before
     build_connector_meta                cache.preempted, cache.computed, then cache.step, and plan_below if it is tiered
@@ -39,12 +39,13 @@ from connector.vllm.adapters import Adapters
 from connector.vllm.device import VllmDevice
 from connector.vllm.events import LOCAL, REMOTE, KVEvents
 from connector.vllm.keys import ChunkKeys
-from connector.vllm.kv_hints import next_use_of_actions
+from connector.vllm.kv_hints import next_use_of_actions, sessions_to_come
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheCounts, CacheStats
 from connector.vllm.pool_view import PoolView
 from connector.vllm.requests import Known, KnownRequests
 from connector.vllm.resets import UNTIL, Resets
+from connector.vllm.sessions import Sessions
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending
 from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, Request, StepPlan, TierCache, TieredCache
@@ -83,7 +84,8 @@ class SchedulerHalf:
         )
         self.cache = settings.build(self.device)
         self.tier = self.cache if isinstance(self.cache, TieredCache) else None
-        self._counts = CacheCounts(self.cache)
+        self._sessions = Sessions(settings.hashes_per_chunk)
+        self._counts = CacheCounts(self.cache, self._sessions.counts)
         self._events: KVEvents | None = None
         if settings.publishes_events:
             sizes = settings.planner.grid_tokens, settings.hashes_per_chunk
@@ -114,6 +116,11 @@ class SchedulerHalf:
             keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
             queued = Request(request.request_id, keys, request.num_tokens, next_use=_next_use(request))
             self.tier.queued(queued, self.clock())
+        if self.tier is not None:
+            for session in sessions_to_come(request.kv_transfer_params, versions.hint_actions(request)):
+                expected = self._sessions.keys(session, by=request)
+                if expected is not None:
+                    self.tier.expected(expected, self.clock())
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._resets.follow()
@@ -274,6 +281,8 @@ class SchedulerHalf:
             self.cache.finished(request.request_id, tokens)
         elif self.tier is not None:
             self.tier.abandoned(request.request_id)
+        if self.tier is not None:
+            self._sessions.ended(request)
         if self._events is not None:
             self._events.ended(request.request_id)
 

@@ -108,6 +108,12 @@ def hint_actions(request: Request) -> Sequence[Any]:
     return () if envelope is None else envelope.actions
 
 
+def session_of(request: Request) -> str | None:
+    """The session that a request belongs to. Before 0.31 there are none."""
+    session: str | None = vars(request).get("session_id")
+    return session
+
+
 def keys_have_adapter_paths() -> bool:
     """Whether block hashes depend on the path of an adapter. Before 0.32 on its name alone."""
     release = release_of(vllm.__version__)

@@ -78,6 +78,7 @@ class TierStatistics:
     questions: int = 0  # requests for which a shared store was queried
     unanswered: int = 0  # of these, those that it did not answer in time
     declined: int = 0  # requests for which the tier had more, and reading it would have taken longer than computing
+    read_ahead: int = 0  # prompts that hints expected, and that the tier was read for
     read_seconds: float = 0.0  # in which something was being read on this rank; known only where both halves are
     write_seconds: float = 0.0
     kept: int = 0  # values with wrong bytes that this rank left in a shared store: too many came wrong

@@ -17,6 +17,9 @@ Pending.
 An engine may report a request as soon as it is queued. Then the store is queried, and the want noted, before the first
 lookup: what waits for its turn is read meanwhile, and its deadline begins with the lookup.
 
+A prompt that a hint expects is read before its request comes (expected.py), while nobody waits for the tier: one prompt
+at a time, one slice after the other. Then it is on the host like anything else, and no lease keeps it.
+
 A want is a wish and no state of its own: how far it is, each step reads from the pools and the ledger. What the host
 has of it already is kept there by a pin, its lease, until the request is admitted, or some time after the deadline.
 
@@ -47,6 +50,7 @@ from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+from cpu_prefix_cache.tiers.expected import Expected
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
@@ -132,11 +136,13 @@ class TieredCache(CPUPrefixCache):
         self._trial_budget = min(
             self._budget, max(planner.host_blocks_per_chunk, TRIAL_BYTES // planner.host_block_bytes)
         )
+        self._expected = Expected(self._budget)
+        self._ahead: Want | None = None  # of the first expected prompt
         self._read_at = 0.0  # when a request last began to wait for the tier
         slice_blocks = max(1, READ_BYTES // planner.host_block_bytes)
         self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
         self._now = 0.0
-        self._tier_hit_tokens = self._asked = self._late = self._declined = 0
+        self._tier_hit_tokens = self._asked = self._late = self._declined = self._read_ahead = 0
 
     # Questions
 
@@ -202,10 +208,10 @@ class TieredCache(CPUPrefixCache):
             self._declined += 1
             self._wants[request.id] = want = Want(request, 0, 0, host_end, self._now, is_over=True)
             return want
+        self._asked += 1
         return self._noted(request, chosen, host_end, self._deadline(self._queue_bytes + chosen.num_bytes))
 
     def _noted(self, request: Request, chosen: Candidate, host_end: int, deadline: float) -> Want:
-        self._asked += 1
         self._read_at = self._now
         depth = self.planner.chunks_to_resume(chosen.boundary // self.planner.grid_tokens)
         want = Want(request, depth, depth, host_end, deadline, unread=chosen.num_bytes)
@@ -228,7 +234,35 @@ class TieredCache(CPUPrefixCache):
             del self._queued[request.id]
             chosen = self._best(self._reachable(request, n0, host_end), 0)
             if chosen is not None:
+                self._asked += 1
                 self._noted(request, chosen, host_end, NEVER)
+
+    def _want_expected(self) -> None:
+        """Note a want of the first expected prompt if no request waits for the tier; else end it, to begin again."""
+        if not self._expected and self._ahead is None:
+            return
+        first, ahead = self._expected.first(self._now), self._ahead
+        is_needed = bool(self._queued) or any(not want.is_over for want in self._open if want is not ahead)
+        if ahead is not None and (is_needed or ahead.is_over or ahead.request is not first):
+            self._end_ahead(ahead)
+        while self._ahead is None and not is_needed and (first := self._expected.first(self._now)) is not None:
+            n0, host_end = self._here(first)
+            if self._unknown_until(first, n0, host_end, 0) is not None:
+                return
+            chosen = self._best(self._reachable(first, n0, host_end), 0)
+            if chosen is not None and self._expected.has_room(chosen.num_bytes // self.planner.host_block_bytes):
+                self._ahead = self._noted(first, chosen._replace(num_bytes=0), host_end, NEVER)  # nobody waits for it
+            else:
+                self.below.admitted(first.id)
+                self._expected.done(first)
+
+    def _end_ahead(self, ahead: Want) -> None:
+        self._ahead = None
+        self._expected.promoted(ahead.blocks)
+        if ahead.is_over:
+            self._read_ahead += 1
+            self._expected.done(ahead.request)
+        self.abandoned(ahead.request.id)
 
     def _begin_deadline(self, want: Want) -> None:
         """Begin the deadline of a request that was queued. It waits for what is read before it, too, although computing
@@ -308,6 +342,11 @@ class TieredCache(CPUPrefixCache):
         if want is not None:
             self._end_want(want)
 
+    def expected(self, keys: Sequence[bytes], now: float) -> None:
+        """A prompt that begins with these chunks may come soon: what the tier has of it is read if nobody waits."""
+        self.passed(now)
+        self._expected.add(keys, len(keys) * self.planner.grid_tokens + 1, now)
+
     def passed(self, now: float) -> None:
         """Time has come to `now`. Called where no requests come: leases and pauses end by it."""
         self._now = max(self._now, now)
@@ -317,6 +356,7 @@ class TieredCache(CPUPrefixCache):
         while self._admitted_wants:
             self._end_want(self._admitted_wants.pop())
         if not self.is_off:
+            self._want_expected()
             self._want_queued()
         may_read = True
         for want in list(self._open):
@@ -370,12 +410,14 @@ class TieredCache(CPUPrefixCache):
             check_text("the revision of a reset", revision)
         super().reset()
         self.below.reset(revision)
+        if self._ahead is not None:
+            self._end_ahead(self._ahead)
         for want in list(self._open):
             self._end_want(want)
 
     @property
     def has_transfers(self) -> bool:
-        return super().has_transfers or self.below.has_transfers
+        return super().has_transfers or self.below.has_transfers or (bool(self._expected) and not self.is_off)
 
     def tier_statistics(self) -> TierStatistics:
         """Counts of what the tier holds and has done so far. O(pins)."""
@@ -385,6 +427,7 @@ class TieredCache(CPUPrefixCache):
             asked=self._asked,
             late=self._late,
             declined=self._declined,
+            read_ahead=self._read_ahead,
         )
 
     def may_be_named(self, keys: Sequence[bytes]) -> list[bool]:
@@ -424,9 +467,11 @@ class TieredCache(CPUPrefixCache):
         want.unread = 0
 
     def _begin(self, want: Want) -> None:
-        """The request uses what the tier has of it, once."""
+        """The request uses what the tier has of it, once; an expected one uses it when it comes."""
         if not want.has_begun:
             want.has_begun = True
+            if want is self._ahead:
+                return
             request = want.request
             deepest = self.below.pool.find(request.keys[want.stop - 1])
             next_use = usable_next_use(request.next_use)
@@ -448,7 +493,7 @@ class TieredCache(CPUPrefixCache):
             if end == covered:
                 want.stop = covered  # the tier has lost it, or is left alone
                 break
-            end = covered + min(end - covered, self._room_chunks() if may_read else 0)
+            end = covered + min(end - covered, self._room_chunks(want) if may_read else 0)
             if end == covered:
                 return False
             read = self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end]))
@@ -484,8 +529,12 @@ class TieredCache(CPUPrefixCache):
             if before is not None:
                 self.pool.unpin(before)
 
-    def _room_chunks(self) -> int:
-        """How many chunks may be promoted now, if the host has room."""
+    def _room_chunks(self, want: Want) -> int:
+        """How many chunks may be promoted now, if the host has room. For a hint nothing, while anything is read: so a
+        request that comes waits for no more than a slice.
+        """
+        if want is self._ahead and self._slices:
+            return 0
         width = self.planner.host_blocks_per_chunk
         if not width:
             return self._slice_chunks
