@@ -15,6 +15,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import hash_block_tokens
 from vllm.v1.request import Request
 
+from connector.vllm.contents import UNKNOWN, KnownContents
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests_vllm import engine as engines
 from tests_vllm.engine import BLOCK, Engine, full, one_group, state, vllm_config, window
@@ -269,6 +270,33 @@ def test_tokens_are_kept_until_the_store_has_ended_however_late_that_is(start):
         engine.run([first + each for each in PROMPT], max_tokens=1)
     assert engine.router.heard > 400  # each with its tokens: see `hear`
     assert 180 < len(contents) < 2 * (24 + 200), "what device and host have lost is forgotten"
+
+
+def test_a_chunk_is_kept_while_one_of_its_requests_waits(start):
+    """Neither device nor host has it yet. Of two requests with one beginning the later one ends first."""
+    engine = start()
+    contents = KnownContents(BLOCK, 1, lambda keys: [False] * len(keys))
+
+    def note(name, tokens):
+        request = Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=engine._hasher)
+        contents.note(request)
+        return request.block_hashes
+
+    def others_come_and_go():
+        for number in range(100):
+            note("other", [number + 1000 + each for each in PROMPT])
+            contents.ended("other")
+            contents.forget()
+
+    waits = note("waits", PROMPT)
+    note("ends", [*PROMPT, *PROMPT])
+    contents.ended("ends")
+    others_come_and_go()
+    tokens = [each for portion, at in contents.of(waits) for each in portion.tokens[at * BLOCK : at * BLOCK + BLOCK]]
+    assert tokens == PROMPT[: 7 * BLOCK]
+    contents.ended("waits")
+    others_come_and_go()
+    assert {*contents.of(waits)} == {UNKNOWN}
 
 
 def test_a_reset_is_announced_block_by_block_and_only_for_the_host(start):

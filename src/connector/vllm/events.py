@@ -60,21 +60,21 @@ class KVEvents:
         return events
 
     def _stored(self, event: BoundariesStored, medium: str, locality: str) -> list[BlockStored]:
-        hashes = self._hashes(event.keys)
+        hashes, width = self._hashes(event.keys), self._chunk_tokens
         parents = [*self._hashes([event.parent_key]), *hashes] if event.parent_key is not None else [None, *hashes]
         return [
             BlockStored(
                 block_hashes=[hash],
                 parent_block_hash=parent,
-                token_ids=contents.tokens.tolist(),
-                block_size=self._chunk_tokens,
-                lora_id=contents.lora_id,
+                token_ids=portion.tokens[at * width : at * width + width],
+                block_size=width,
+                lora_id=portion.lora_id,
                 medium=medium,
-                lora_name=contents.lora_name,
-                extra_keys=[contents.extra_keys],
+                lora_name=portion.lora_name,
+                extra_keys=[portion.extra_keys[at] if portion.extra_keys else None],
                 locality=locality,
             )
-            for hash, parent, contents in zip(hashes, parents, self.contents.of(event.keys), strict=False)
+            for hash, parent, (portion, at) in zip(hashes, parents, self.contents.of(event.keys), strict=False)
         ]
 
     def _hashes(self, keys: Sequence[bytes]) -> list[ExternalBlockHash]:
