@@ -244,10 +244,11 @@ class CPUPrefixCache:
         """
         if not self.planner.has_checkpoints:
             return None
-        depth = self.coordinator.branch(request.keys, end, request.num_tokens, self._is_on_device)
+        depth = self.coordinator.branch(request.keys, end, request.num_tokens, self._is_elsewhere)
         return None if depth is None else self.planner.resumable_chunks(depth) * self.planner.grid_tokens
 
-    def _is_on_device(self, key: bytes) -> bool:
+    def _is_elsewhere(self, key: bytes) -> bool:
+        """Whether somebody other than the host has this chunk."""
         return self._device.find(key) is not None
 
     def boundaries(self, request_id: Hashable) -> list[int]:
@@ -287,7 +288,7 @@ class CPUPrefixCache:
                 end,
                 request.num_tokens,
                 self._checkpoint_interval,
-                is_elsewhere=self._is_on_device,
+                is_elsewhere=self._is_elsewhere,
             )
             self._union_misses += self._is_union_miss(request, end)
         self.pool.missed(request.keys, resumed)

@@ -637,3 +637,22 @@ def test_many_checkpoints_beyond_the_share_cost_a_lookup_little():  # S8.29
     Counted.looks = 0
     answer = engine.cache.lookup(request, 0, 0.0)
     assert isinstance(answer, Pending) and Counted.looks < 400
+
+
+# Where prompts depart
+
+
+def test_a_prompt_departs_from_one_that_only_the_tier_has():
+    """There it needs a checkpoint: the third prompt with that beginning then resumes there."""
+    engine = Tiered(FULL, STATE)
+    engine.tier_has("abcd", ["abcd"])
+    second = Request("second", chain("abxy"), 4 * GRID + 1)
+    assert engine.cache.branch(second, 0) == 2 * GRID
+    engine.cache.admit(second, 0)
+    assert engine.cache.boundaries("second") == [2 * GRID, 4 * GRID]
+
+
+def test_control_a_prompt_departs_from_nothing_that_nobody_has():
+    engine = Tiered(FULL, STATE)
+    engine.tier_has("abcd", ["abcd"])
+    assert engine.cache.branch(Request("second", chain("vwxy"), 4 * GRID + 1), 0) is None

@@ -135,6 +135,24 @@ def test_a_request_that_is_admitted_without_a_lookup_is_read_for_no_more():
     assert not engine.cache._open and not engine.cache._queued
 
 
+def test_a_request_that_is_looked_up_out_of_turn_gets_the_room_of_those_that_wait():
+    """As with priorities: what waits has all the room, and is put off, the last of them first."""
+    engine = with_tier("abcd", "efgh", "ijkl")
+    queues(engine, "abcd", "efgh")
+    engine.works_off()
+    assert isinstance(engine.asks_as("first", "ijkl"), Pending)
+    engine.steps_below()
+    engine.works()
+    assert engine.asks_as("first", "ijkl") == Hit(4 * GRID) and engine.seen.late == 0
+    assert [*engine.cache._queued] == ["efgh"]
+    engine.admits("first", "ijkl")
+    engine.works_off()
+    for prompt in ("abcd", "efgh"):
+        assert engine.admits(prompt, prompt) == Hit(4 * GRID)
+    engine.works_off()
+    assert engine.is_at_rest()
+
+
 def test_a_tier_learns_the_hint_of_what_it_read_ahead(monkeypatch):
     engine, hints = with_tier("abcd"), []
     touch = engine.cache.below.pool.touch

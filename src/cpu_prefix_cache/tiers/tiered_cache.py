@@ -256,6 +256,15 @@ class TieredCache(CPUPrefixCache):
                 self.below.admitted(first.id)
                 self._expected.done(first)
 
+    def _put_off_a_queued_one(self) -> None:
+        """Give up what was read for the last request that was not looked up yet: one that was lacks room."""
+        queued = (want for want in reversed(self._open) if want.deadline == NEVER and want is not self._ahead)
+        want = next(queued, None)
+        if want is not None:
+            del self._wants[want.request.id]
+            self._end_want(want)
+            self._queued[want.request.id] = want.request
+
     def _end_ahead(self, ahead: Want) -> None:
         self._ahead = None
         self._expected.promoted(ahead.blocks)
@@ -359,12 +368,14 @@ class TieredCache(CPUPrefixCache):
             self._want_expected()
             self._want_queued()
         may_read = True
-        for want in list(self._open):
+        for want in sorted(self._open, key=lambda want: want.deadline == NEVER):  # those that were looked up first
             if self._now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
                 self._late += not want.is_over
                 self._end_want(want)
             elif not want.is_over and (may_read or want.has_begun):
                 may_read = self._advance(want, may_read)
+                if not may_read and want.deadline < NEVER:
+                    self._put_off_a_queued_one()
         while self._wants and self._now >= next(iter(self._wants.values())).deadline + REMEMBERED_SECONDS:
             del self._wants[next(iter(self._wants))]
         return super().step()
@@ -445,6 +456,9 @@ class TieredCache(CPUPrefixCache):
         assert self._promoted == promoted <= self._budget, "promoted blocks are miscounted, or more than may be"
 
     # Details
+
+    def _is_elsewhere(self, key: bytes) -> bool:
+        return super()._is_elsewhere(key) or self.below.pool.find(key) is not None
 
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         for store in stores:
