@@ -9,7 +9,7 @@ layers, heads and dimensions are those in the `config.json` of the published che
 from dataclasses import dataclass
 
 from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
-from cpu_prefix_cache.model.planner import FAR_CHUNKS, Piece
+from cpu_prefix_cache.model.planner import FAR_CHUNKS
 from cpu_prefix_cache.model.report import conversation_bytes, describe, everything_bytes, group_waste
 
 KIB, MIB = 2**10, 2**20
@@ -167,7 +167,7 @@ def waste_table() -> str:
         lines += [
             f"| {model.name if at == 0 else ''} | {planner.grid_tokens if at == 0 else ''} | {piece.group.name} "
             f"| {piece.group.kind} | {piece.num_bytes / KIB:,.0f} "
-            f"| {piece.host_blocks} x {planner.host_block_bytes / KIB:,.1f} KiB "
+            f"| {piece.host_blocks} x {planner.lane_bytes / KIB:,.1f} KiB "
             f"| {'1 a chunk' if piece.in_chunk else f'{sum(each.group == at for each in far)} a checkpoint'} "
             f"| {group_waste(planner, at):.1%} |"
             for at, piece in enumerate(planner.pieces)
@@ -203,16 +203,13 @@ def conversation_depths(planner: HybridChunkPlanner) -> list[int]:
 
 def token_bytes(planner: HybridChunkPlanner) -> float:
     """Bytes of the prefix groups' KV of one token, over all ranks."""
-    return sum(distinct_bytes(planner, piece) for piece in planner.pieces if piece.in_chunk) / planner.grid_tokens
+    return sum(piece.num_bytes * piece.lanes for piece in planner.pieces if piece.in_chunk) / planner.grid_tokens
 
 
 def checkpoint_bytes(planner: HybridChunkPlanner, depth: int) -> int:
     """Bytes of a checkpoint after `depth` chunks, over all ranks."""
-    return sum(distinct_bytes(planner, planner.pieces[at.group]) for at in planner.checkpoint(depth))
-
-
-def distinct_bytes(planner: HybridChunkPlanner, piece: Piece) -> int:
-    return piece.num_bytes * (1 if piece.group.replicated else planner.ranks)
+    kept = [planner.pieces[at.group] for at in planner.checkpoint(depth)]
+    return sum(piece.num_bytes * piece.lanes for piece in kept)
 
 
 def main() -> None:

@@ -111,9 +111,9 @@ def resumed(planner: HybridChunkPlanner, present: int) -> int:
 
 
 def host_blocks(planner: HybridChunkPlanner, group: Group, own_blocks: int) -> int:
-    """How many equal blocks hold so many of a group's blocks, on each rank; a replicated group is dealt out."""
+    """How many equal blocks hold so many of a group's blocks: each rank's in its lane, a replicated group's in all."""
     num_bytes = own_blocks * group.device_blocks * group.block_bytes
-    room = planner.host_block_bytes * (planner.ranks if group.replicated else 1)
+    room = planner.host_block_bytes // (1 if group.replicated else planner.ranks)
     return next(count for count in range(num_bytes + 1) if count * room >= num_bytes)
 
 
@@ -250,7 +250,7 @@ def test_a_conversation_weighs_each_of_its_pieces_once(planner: HybridChunkPlann
     pieces = {piece for depth in resumed for piece in kept(planner, depth)}
     blocks = sum(host_blocks(planner, planner.groups[at], 1) for at, _ in pieces)
     blocks += last * planner.host_blocks_per_chunk
-    weight = blocks * planner.host_block_bytes * planner.ranks
+    weight = blocks * planner.host_block_bytes
     assert conversation_bytes(planner, tokens, resumed) == weight
     assert conversation_bytes(planner, tokens) == conversation_bytes(planner, tokens, [last])
     everything = everything_bytes(planner, tokens)
@@ -272,7 +272,7 @@ def test_replicated_groups_are_kept_once_for_all_ranks(planner: HybridChunkPlann
 
     num_bytes = planner.chunk_bytes
     assert host_bytes(replicated=False) == ranks * num_bytes
-    assert num_bytes <= host_bytes(replicated=True) < num_bytes + ranks, "no more than the rounding of each share"
+    assert num_bytes <= host_bytes(replicated=True) < num_bytes + ranks, "no more than the rounding of each lane"
 
 
 sizes = st.integers(1, 3_000) | st.integers(400, 4_000).map(lambda units: units * 512)
@@ -294,7 +294,7 @@ def test_no_host_block_would_waste_much_less(planner: HybridChunkPlanner) -> Non
     floor = min(SMALLEST_SPLIT_BYTES, *shares) if len(shares) > 1 else shares[0]
     assume(max(shares) // aligned < 10_000)
     least = min(taken(block) for block in range(floor, max(shares) + 1, aligned))
-    assert planner.host_block_bytes >= floor
-    assert taken(planner.host_block_bytes) <= 1.01 * least
+    assert planner.lane_bytes >= floor
+    assert taken(planner.lane_bytes) <= 1.01 * least
     if len(shares) == 1:
-        assert planner.host_block_bytes == shares[0]
+        assert planner.lane_bytes == shares[0]

@@ -149,10 +149,11 @@ def test_a_boundary_counts_only_if_the_drafter_could_go_on_from_there():
     assert planner(group(tokens=16)).resumable_chunks(3) == 3
 
 
-def test_a_replicated_group_is_kept_once_in_the_shares_of_all_ranks():
+def test_a_replicated_group_takes_the_lanes_of_all_ranks():
     once = planner(group(size=8_000, replicated=True), ranks=8)
     each = planner(group(size=8_000), ranks=8)
-    assert (once.host_block_bytes, each.host_block_bytes) == (1_000, 8_000)
+    assert (once.host_block_bytes, each.host_block_bytes) == (8_000, 64_000)
+    assert (once.pieces[0].lanes, each.pieces[0].lanes, each.lane_bytes) == (1, 8, 8_000)
     assert conversation_bytes(once, 160) == 80_000
     assert conversation_bytes(each, 160) == 640_000
     with pytest.raises(ConfigurationError, match="ranks must be at least 1"):

@@ -95,6 +95,17 @@ def test_host_blocks_that_a_piece_does_not_reach_are_zeroed(slab, host):
     copier.close()
 
 
+def test_what_each_rank_has_in_its_lane_is_kept_and_nothing_behind_it(slab, host):
+    """A piece of 3,000 bytes on each of four ranks, in two host blocks with lanes of 2,048."""
+    copier = SlotCopier(slab, host, (Piece(FULL, 1, 2, 3_000, lanes=4),))
+    host.fill_(77)
+    copier.copy(STORE, [copy([0, 1], [0, 1])])
+    lanes = host[:2].view(2, 4, 2_048)
+    assert (lanes[0] == 77).all() and (lanes[1, :, : 3_000 - 2_048] == 77).all()
+    assert not lanes[1, :, 3_000 - 2_048 :].any()
+    copier.close()
+
+
 def test_refused_slots_are_reported_by_generation(copier, slab, host):
     fill(host)
     copier.copy(STORE, [copy(range(6), range(6))])
@@ -237,6 +248,8 @@ def test_no_slot_and_no_host_block_is_written_twice(copier):
 def test_a_piece_larger_than_its_host_blocks_is_refused(slab, host):
     with pytest.raises(ConfigurationError, match="'window'"):
         TierCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK + 1),))
+    with pytest.raises(ConfigurationError, match="'window'"):
+        TierCopier(slab, host, (Piece(WINDOW, 1, 1, BLOCK // 2 + 1, lanes=2),))
 
 
 def test_slots_of_another_size_than_host_blocks_are_refused(slab):

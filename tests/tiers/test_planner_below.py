@@ -16,10 +16,10 @@ def planner(*sizes, in_pages=True, ranks=1):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_host_blocks_are_whole_pages_and_hold_all(sizes, ranks):
     made = planner(*sizes, ranks=ranks)
-    assert made.host_block_bytes % PAGE_BYTES == 0
+    assert made.lane_bytes % PAGE_BYTES == 0 and made.host_block_bytes == ranks * made.lane_bytes
     for piece in made.pieces:
-        assert piece.host_blocks * made.host_block_bytes >= piece.num_bytes
-        assert (piece.host_blocks - 1) * made.host_block_bytes < piece.num_bytes
+        assert piece.host_blocks * made.lane_bytes >= piece.num_bytes
+        assert (piece.host_blocks - 1) * made.lane_bytes < piece.num_bytes
 
 
 def test_pages_waste_no_more_than_they_must():

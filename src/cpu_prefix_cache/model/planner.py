@@ -37,12 +37,13 @@ FAR_CHUNKS = 2**20 * 3**3 * 5**2 * 7 - 1
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Unit of what one group keeps: `num_bytes` on each rank, as the host keeps them, `device_blocks` blocks there and
-    `host_blocks` here."""
+    `host_blocks` here. These are divided into `lanes` of the ranks; a single one if all ranks have the same bytes."""
 
     group: Group
     device_blocks: int
     host_blocks: int
     num_bytes: int
+    lanes: int = 1
 
     @property
     def in_chunk(self) -> bool:
@@ -62,9 +63,9 @@ class HybridChunkPlanner:
     """The arithmetic of one model's cache. It knows no pool and no request.
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
-    `host_block_bytes` is a host block's size in each of the `ranks` regions. A replicated group, the same on all ranks,
-    is kept once, in the shares of all of them. With `in_pages` host blocks are whole pages of PAGE_BYTES, as a file
-    tier needs them.
+    A host block, of `host_block_bytes` bytes, is a row of `ranks` lanes. A piece of a replicated group, the same on all
+    ranks, takes whole rows; of another group each rank has one, which takes its lane of them. With `in_pages` lanes are
+    whole pages of PAGE_BYTES, as a file tier needs them.
 
     Raises ConfigurationError, naming the group to change, when the groups have no common boundary up to
     `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or there are no groups.
@@ -94,7 +95,8 @@ class HybridChunkPlanner:
             group.device_blocks * (count if group.is_prefix else 1)
             for group, count in zip(self.groups, self._blocks_per_chunk, strict=True)
         )
-        self.host_block_bytes = self._choose_block(PAGE_BYTES if in_pages else 1)
+        self.lane_bytes = self._choose_lane(PAGE_BYTES if in_pages else 1)
+        self.host_block_bytes = self.ranks * self.lane_bytes
         self.crossing_bytes = tuple(group.kept_bytes for group in self.groups)  # of a device block, on the link
         self.pieces = tuple(self._piece(at) for at in range(len(self.groups)))
         in_chunk = [piece for piece in self.pieces if piece.in_chunk]
@@ -205,24 +207,25 @@ class HybridChunkPlanner:
         taken = sum(self.held_bytes(at) * count for at, count in enumerate(self._counts()))
         return 1 - sum(self.piece_bytes(at) * count for at, count in enumerate(self._counts())) / taken
 
-    def copies(self, at: int) -> int:
+    def _lanes(self, at: int) -> int:
         """How many pieces with bytes of their own all ranks together hold where one rank holds one."""
         return 1 if self.groups[at].replicated else self.ranks
 
     def _piece(self, at: int) -> Piece:
         group = self.groups[at]
         blocks = self._piece_blocks[at]
-        return Piece(group, blocks, self._host_blocks(at, self.host_block_bytes), blocks * group.kept_bytes)
+        host_blocks = self._host_blocks(at, self.host_block_bytes)
+        return Piece(group, blocks, host_blocks, blocks * group.kept_bytes, self._lanes(at))
 
     def piece_bytes(self, at: int) -> int:
         """A piece on all ranks together, as the host keeps it."""
-        return self._piece_blocks[at] * self.groups[at].kept_bytes * self.copies(at)
+        return self._piece_blocks[at] * self.groups[at].kept_bytes * self._lanes(at)
 
     def _host_blocks(self, at: int, block: int) -> int:
-        return math.ceil(self.piece_bytes(at) / (block * self.ranks))
+        return math.ceil(self.piece_bytes(at) / block)
 
     def held_bytes(self, at: int) -> int:
-        return self.pieces[at].host_blocks * self.host_block_bytes * self.ranks
+        return self.pieces[at].host_blocks * self.host_block_bytes
 
     def _counts(self) -> list[int]:
         """How many pieces each group keeps of TOKENS_PER_CHECKPOINT tokens and one checkpoint that shares nothing."""
@@ -230,16 +233,16 @@ class HybridChunkPlanner:
         far = FAR_CHUNKS * self.grid_tokens
         return [chunks if group.is_prefix else max(1, len(group.needed(far))) for group in self.groups]
 
-    def _choose_block(self, page: int) -> int:
-        """The largest host block, in bytes on each rank, that wastes hardly more than the one that wastes least.
+    def _choose_lane(self, page: int) -> int:
+        """The lane of the largest host block that wastes hardly more than the one that wastes least.
 
         It is a multiple of `page` bytes.
         """
         sizes = [-(-self.piece_bytes(at) // self.ranks) for at in range(len(self.groups))]
         counts = self._counts()
 
-        def host_bytes(block: int) -> int:
-            return sum(self._host_blocks(at, block) * block * count for at, count in enumerate(counts))
+        def host_bytes(lane: int) -> int:
+            return sum(self._host_blocks(at, lane * self.ranks) * lane * count for at, count in enumerate(counts))
 
         floor = -(-(min(SMALLEST_SPLIT_BYTES, *sizes) if len(sizes) > 1 else sizes[0]) // page) * page
         alignment = math.lcm(page, math.gcd(ALIGNMENT, *sizes))

@@ -20,7 +20,7 @@ def conversation_bytes(planner: HybridChunkPlanner, num_tokens: int, depths: Ite
     last = planner.full_chunks(num_tokens)
     kept = {at for depth in ([last] if depths is None else depths) for at in planner.checkpoint(depth)}
     blocks = last * planner.host_blocks_per_chunk + sum(planner.pieces[at.group].host_blocks for at in kept)
-    return blocks * planner.host_block_bytes * planner.ranks
+    return blocks * planner.host_block_bytes
 
 
 def everything_bytes(planner: HybridChunkPlanner, num_tokens: int) -> int:
@@ -45,7 +45,7 @@ def describe(planner: HybridChunkPlanner) -> str:
     """A table: what every group keeps, and how much of its host memory is empty."""
     ranks = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
     lines = [
-        f"grid {planner.grid_tokens} tokens; host blocks of {planner.host_block_bytes:,} bytes{ranks}; "
+        f"grid {planner.grid_tokens} tokens; host blocks of {planner.lane_bytes:,} bytes{ranks}; "
         f"waste {planner.waste:.1%}",
         f"{'group':<16} {'kind':<12} {'piece bytes':>12} {'host blocks':>11} {'pieces':>17} {'waste':>6}",
     ]
@@ -69,5 +69,5 @@ def _fitting_tokens(planner: HybridChunkPlanner, at: int) -> str:
 
 
 def _room(planner: HybridChunkPlanner, at: int) -> int:
-    """How many bytes the host blocks of a piece have for it: in one rank's shares, or in all of them."""
-    return planner.held_bytes(at) // planner.copies(at)
+    """How many bytes the host blocks of a piece have for it: in one lane, or in all of them."""
+    return planner.held_bytes(at) // planner.pieces[at].lanes

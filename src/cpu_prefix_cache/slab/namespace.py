@@ -85,7 +85,7 @@ def namespace_of(
         "byte order": sys.byteorder,
         "layout version": LAYOUT_VERSION,
         "grid tokens": planner.grid_tokens,
-        "block bytes": planner.host_block_bytes,
+        "block bytes": planner.lane_bytes,
         "ranks": ranks,
         **dict(_geometry(planner)),
     }

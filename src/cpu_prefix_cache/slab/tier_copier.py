@@ -5,9 +5,9 @@
     end      when all slices have ended; a transfer has failed if one of them raised
 
 A transfer goes in the order of its slots, so that a slice has adjacent ones.
-Of a store, what lies behind a piece in its host blocks is zeroed first: bytes of an earlier piece, which may be
-another tenant's, are not written to a file. A rank that lacks a group (a pipeline stage) has pieces of no bytes there:
-its host blocks are written as zeros, so what any rank has says which chunks are whole.
+Of a store, what lies behind a piece in its host blocks, in each of their lanes, is zeroed first: bytes of an earlier
+piece, which may be another tenant's, are not written to a file. A rank that lacks a group (a pipeline stage) has pieces
+of no bytes there: its host blocks are written as zeros, so what any rank has says which chunks are whole.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class TierCopier(Copier):
                 f"{self.block_bytes} bytes below are those of a host block, which has {self._region.block_bytes} bytes"
             )
         for piece in pieces:
-            if not 0 <= piece.num_bytes <= piece.host_blocks * self.block_bytes:
+            if not 0 <= piece.num_bytes * piece.lanes <= piece.host_blocks * self.block_bytes:
                 raise ConfigurationError(
                     f"a piece of group {piece.group.name!r} has {piece.num_bytes} bytes, more than its host blocks"
                 )
@@ -167,8 +167,8 @@ class TierCopier(Copier):
         return max(1, min(-(-blocks // threads), SLICE_BYTES // self.block_bytes))
 
     def _store(self, entries: Sequence[Entry]) -> int:
-        for block, begin in self._tails(entries):
-            self._region.zero(block, begin)
+        for block, begin, end in self._tails(entries):
+            self._region.zero(block, begin, end)
         self.below.write(*self._columns(entries))
         return len(entries) * self.block_bytes
 
@@ -183,14 +183,15 @@ class TierCopier(Copier):
         slots, blocks, labels = map(list, zip(*entries, strict=True))
         return slots, list(map(self._region.view, blocks)), labels
 
-    def _tails(self, entries: Iterable[Entry]) -> list[tuple[int, int]]:
-        """Where in which host blocks the last byte of a piece is followed by others."""
+    def _tails(self, entries: Iterable[Entry]) -> list[tuple[int, int, int]]:
+        """Bytes [begin, end) of which host blocks lie behind the last one of a piece in its lane."""
         tails = []
         for _, block, label in entries:
             piece = self._pieces[label.group]
-            used = piece.num_bytes - label.place * self.block_bytes
-            if used < self.block_bytes:
-                tails.append((block, max(0, used)))
+            lane = self.block_bytes // piece.lanes
+            used = max(0, piece.num_bytes - label.place * lane)
+            if used < lane:
+                tails += [(block, end - lane + used, end) for end in range(lane, self.block_bytes + 1, lane)]
         return tails
 
 
@@ -262,9 +263,9 @@ class _Region:
     def view(self, block: int) -> memoryview:
         return self.all_bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def zero(self, block: int, begin: int) -> None:
-        """From byte `begin` of a block on."""
-        ctypes.memset(self.address + block * self.block_bytes + begin, 0, self.block_bytes - begin)
+    def zero(self, block: int, begin: int, end: int) -> None:
+        """Bytes [begin, end) of a block."""
+        ctypes.memset(self.address + block * self.block_bytes + begin, 0, end - begin)
 
 
 def _keep(below: Below) -> None:
