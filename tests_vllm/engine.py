@@ -65,7 +65,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.vllm.groups import planner_for
+from connector.vllm.groups import has_replicas, planner_for
 from connector.vllm.messages import WorkerReports
 from connector.vllm.metrics import TransferTimes
 from connector.vllm.pool_view import _place
@@ -502,7 +502,9 @@ class Copy:
 
 @dataclass
 class FakeRank:
-    """`sharers` ranks have one host region together, and deal out stores by the first host block of a piece."""
+    """`sharers` ranks have one host region together, and deal out stores by the first host block of a piece. Of a piece
+    with lanes each rank has its own: a host block then has what is in each lane, by rank.
+    """
 
     rank: int
     random: random.Random
@@ -658,32 +660,45 @@ class FakeRank:
             read = {("host", block) for each in load.copies for block in each.host_blocks}
             assert load.id in new.plan.after or new.writes.isdisjoint(read), "written before a load has read it"
 
-    def _in_pieces(self, transfer: object) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The host blocks and the device blocks of each piece."""
+    def _in_pieces(self, transfer: object) -> Iterator[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+        """Whether each piece has lanes, its host blocks and its device blocks."""
         for copy in transfer.copies:
             here, there = self.pieces[copy.group].host_blocks, self.pieces[copy.group].device_blocks
             assert len(copy.host_blocks) * there == len(copy.device_blocks) * here
             for at in range(len(copy.host_blocks) // here):
                 host, device = slice(at * here, (at + 1) * here), slice(at * there, (at + 1) * there)
-                yield copy.host_blocks[host], copy.device_blocks[device]
+                yield self.pieces[copy.group].lanes > 1, copy.host_blocks[host], copy.device_blocks[device]
 
     def _read(self, transfer: object) -> list[object]:
         """The content of each piece: patterns from the device, parts and their epochs from the host."""
         if transfer.direction is Direction.STORE:
-            return [tuple(self.device.get(block) for block in device) for _, device in self._in_pieces(transfer)]
-        return [[self.host[block] for block in host] for host, _ in self._in_pieces(transfer)]
+            return [tuple(self.device.get(block) for block in device) for _, _, device in self._in_pieces(transfer)]
+        return [[self._in_lane(block, lanes) for block in host] for lanes, host, _ in self._in_pieces(transfer)]
+
+    def _in_lane(self, block: int, has_lanes: bool) -> object:
+        """What this rank reads of a block, whatever it holds."""
+        row = self.host[block]
+        return row.get(self.rank, TORN) if has_lanes and isinstance(row, dict) else row
 
     def _write(self, copy: Copy) -> None:
         if copy.fails:
             return
-        for (host, device), content in zip(self._in_pieces(copy.plan), copy.sources, strict=True):
+        for (has_lanes, host, device), content in zip(self._in_pieces(copy.plan), copy.sources, strict=True):
             if copy.is_store:
-                if host[0] % self.sharers == self.rank % self.sharers:
-                    self.host |= {block: (Part(at, content), copy.epoch) for at, block in enumerate(host)}
+                written = {block: (Part(at, content), copy.epoch) for at, block in enumerate(host)}
+                if has_lanes:
+                    self.host |= {block: self._row(block) | {self.rank: part} for block, part in written.items()}
+                elif host[0] % self.sharers == self.rank % self.sharers:
+                    self.host |= written
                 continue
             # S7.40
             assert copy.cancelled or all(epoch == copy.epoch for _, epoch in content), "loaded from before a reset"
             self.device |= zip(device, self._whole(content, len(device)), strict=True)
+
+    def _row(self, block: int) -> dict[int, object]:
+        """What is in the lanes of a block, if anything."""
+        row = self.host.get(block)
+        return row if isinstance(row, dict) else {}
 
     def _whole(self, parts: Sequence[tuple[object, int]], width: int) -> Sequence[object]:
         """The patterns of a piece, if its host blocks are those of one piece, in order."""
@@ -761,7 +776,7 @@ class Engine:
             config.cache_config.mamba_cache_mode = "align"
         planner = planner_for(config, caches, in_pages=tier is not None)
         self.grid, self.hash_tokens = resolve_kv_cache_block_sizes(caches, config)
-        sharers = ranks if tensor_parallel and all(group.replicated for group in planner.groups) else 1
+        sharers = ranks if tensor_parallel and has_replicas(planner) else 1
         extra = config.kv_transfer_config.kv_connector_extra_config
         extra["cpu_bytes_to_use"] = host_blocks * planner.host_block_bytes * ranks // sharers
         if tier is not None:

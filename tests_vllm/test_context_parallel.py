@@ -16,7 +16,6 @@ from dataclasses import replace
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
-from connector.vllm import ranks
 from connector.vllm.multi.connector import _bytes_per_token
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
@@ -46,9 +45,8 @@ def tokens(count, seed=1):
 
 
 @contextmanager
-def engine_of(folder, monkeypatch, groups, size, divided):
+def engine_of(folder, groups, size, divided):
     """An engine of so many ranks with real memory, of which so many divide the tokens."""
-    monkeypatch.setattr(ranks, "agree", _raise)
     engine = Engine(
         folder,
         groups=groups,
@@ -65,19 +63,14 @@ def engine_of(folder, monkeypatch, groups, size, divided):
         close(engine)
 
 
-def _raise(problem):
-    if problem is not None:
-        raise problem
-
-
 # A round trip
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("size", "divided"), [(2, 2), (4, 2), (4, 4)])
-def test_each_rank_gets_back_what_it_had_of_a_prompt(tmp_path, monkeypatch, model, size, divided):
+def test_each_rank_gets_back_what_it_had_of_a_prompt(tmp_path, model, size, divided):
     """The engine compares the bytes of each rank with those that it wrote there."""
-    with engine_of(tmp_path, monkeypatch, MODELS[model], size, divided) as engine:
+    with engine_of(tmp_path, MODELS[model], size, divided) as engine:
         assert engine.grid == divided * BLOCK
         answer = engine.run(tokens(50))
         forget_the_device(engine)
@@ -87,8 +80,8 @@ def test_each_rank_gets_back_what_it_had_of_a_prompt(tmp_path, monkeypatch, mode
         engine.check_nothing_leaked()
 
 
-def test_tokens_that_the_device_still_has_are_not_loaded(tmp_path, monkeypatch):
-    with engine_of(tmp_path, monkeypatch, [full()], 2, 2) as engine:
+def test_tokens_that_the_device_still_has_are_not_loaded(tmp_path):
+    with engine_of(tmp_path, [full()], 2, 2) as engine:
         engine.run(tokens(50))
         forget_the_device(engine)
         engine.run(tokens(24), max_tokens=1)
@@ -97,9 +90,9 @@ def test_tokens_that_the_device_still_has_are_not_loaded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_byte_that_one_rank_has_lost_is_noticed(tmp_path, monkeypatch, model):
+def test_a_byte_that_one_rank_has_lost_is_noticed(tmp_path, model):
     """The control."""
-    with engine_of(tmp_path, monkeypatch, MODELS[model], 2, 2) as engine:
+    with engine_of(tmp_path, MODELS[model], 2, 2) as engine:
         engine.run(tokens(50))
         forget_the_device(engine)
         engine.ranks[1].region[:, 100] ^= 1
@@ -107,9 +100,9 @@ def test_a_byte_that_one_rank_has_lost_is_noticed(tmp_path, monkeypatch, model):
             engine.run(tokens(50))
 
 
-def test_the_part_of_another_rank_is_not_taken_for_ones_own(tmp_path, monkeypatch):
+def test_the_part_of_another_rank_is_not_taken_for_ones_own(tmp_path):
     """The control of the control."""
-    with engine_of(tmp_path, monkeypatch, [latent()], 2, 2) as engine:
+    with engine_of(tmp_path, [latent()], 2, 2) as engine:
         engine.run(tokens(50))
         forget_the_device(engine)
         first, second = engine.ranks

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connector.vllm import ranks
+from connector.vllm import ranks, regions
 from connector.vllm.groups import layer_pages
 from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
@@ -24,6 +24,7 @@ from connector.vllm.tensors import group_rows
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.memory import mapping
 from tests_vllm.engine import vllm_config
 from tests_vllm.planning import kv_cache_configs
 
@@ -206,6 +207,19 @@ def test_stages_may_have_different_numbers_of_states(tmp_path, monkeypatch):
     config, scheduled, stages = configure(tmp_path, [first, second])
     assert Settings.of(config, scheduled).planner.has_checkpoints
     assert [[len(group.layer_names) for group in each.kv_cache_groups] for each in stages] == [[1, 2], [2, 1]]
+    check_stages(monkeypatch, config, scheduled, stages)
+
+
+@pytest.mark.parametrize("latents", [1, 3])
+def test_stages_may_have_different_numbers_of_latents_beside_states(tmp_path, monkeypatch, latents):
+    """Lanes are as large as the layers of each stage require."""
+    monkeypatch.setattr(regions, "_shared_region", mapping.private)
+    monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    first = {"l": latent(512), "m": states(), "n": states()}
+    second = {f"k.{at}": latent(512) for at in range(latents)} | {f"o.{at}": states() for at in range(4 - latents)}
+    config, scheduled, stages = configure(tmp_path, [first, second])
+    config.parallel_config.tensor_parallel_size, config.parallel_config.world_size = 2, 4
+    assert Settings.of(config, scheduled).planner.ranks == 2
     check_stages(monkeypatch, config, scheduled, stages)
 
 

@@ -1,18 +1,25 @@
-"""A rank's share of a plan: its own groups, and its part of the groups that ranks keep together."""
+"""A rank's share of a plan: its own groups, its part of what ranks keep together, and its lane beside that."""
 
 import doctest
+from itertools import islice
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from connector.vllm import shares
+from connector.vllm.regions import RankShapes
 from connector.vllm.shares import Share
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.deciding import PrefixGroup
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.model.planner import Piece
 from tests.copier.bench import POISON, poisoned, randoms, raw, shapes_of
 
 HOST_BLOCK = 64
+DEVICE_PIECES = 5
 
 
 def test_the_examples_of_the_docstring_hold():
@@ -97,6 +104,60 @@ def test_every_rank_has_all_of_a_load():
     stage = Ranks(2)
     load = stage.transfer(Direction.LOAD, [0, 1], [5, 6])
     assert [share.of_transfer(load) for share in stage.shares] == [load] * 2
+
+
+# Lanes: beside what all ranks have, each has bytes of its own
+
+
+@st.composite
+def mixed(draw):
+    """How many ranks, and pieces of which each has its own, or all have the same."""
+    ranks, lane_bytes = draw(st.integers(2, 4)), draw(st.integers(1, 40))
+    pieces = []
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        group = PrefixGroup(name=name, block_tokens=1, block_bytes=draw(st.integers(1, 200)))
+        lanes = draw(st.sampled_from([1, ranks]))
+        width = -(-group.block_bytes * lanes // (lane_bytes * ranks))
+        pieces.append(Piece(group, 1, width, group.block_bytes, lanes))
+    return RankShapes(tuple(pieces), ranks * lane_bytes, ranks)
+
+
+@settings(deadline=None)
+@given(mixed(), st.randoms(use_true_random=False))
+def test_each_rank_reads_what_all_have_and_what_it_has_written_itself(shapes, random):
+    """From any host blocks."""
+    ranks, pieces = range(shapes.lanes), shapes.pieces
+    blocks = list(range(DEVICE_PIECES * sum(piece.host_blocks for piece in pieces)))
+    lanes = poisoned(len(blocks) * shapes.lanes, shapes.host_block_bytes // shapes.lanes)
+    random.shuffle(blocks)
+    left = iter(blocks)
+    copies = tuple(
+        GroupCopy(at, tuple(islice(left, DEVICE_PIECES * piece.host_blocks)), tuple(range(DEVICE_PIECES)))
+        for at, piece in enumerate(pieces)
+    )
+
+    def copy(rank, direction, parts):
+        share = Share(pieces, range(len(pieces)), len(pieces), rank, shapes.lanes, shapes.lanes)
+        mine = share.of_transfer(TransferPlan(0, direction, copies, 0)).copies
+        ReferenceCopier(shapes.by_lane(), [[part] for part in parts], lanes).copy(direction, mine)
+
+    written = [
+        [randoms(DEVICE_PIECES, piece.num_bytes, seed=rank if piece.lanes > 1 else 9) for piece in pieces]
+        for rank in ranks
+    ]
+    for rank in ranks:
+        copy(rank, Direction.STORE, written[rank])
+    for rank in ranks:
+        read = [poisoned(*part.shape) for part in written[rank]]
+        copy(rank, Direction.LOAD, read)
+        assert all(map(torch.equal, read, written[rank]))
+
+
+def test_a_report_has_the_blocks_of_the_plan():
+    pieces = shapes_of([[randoms(4, 10)]], [1], 32).pieces
+    report = RankReport(1, frozenset({3}), unfit=((3, (8, 21)),))
+    assert Share(pieces, [0], 1, 1, 4, 4).of_report(report).unfit == ((3, (2, 5)),)
+    assert Share(pieces, [0], 1).of_report(report) == report
 
 
 # A stage of a pipeline: copies of its own groups, under its own numbers

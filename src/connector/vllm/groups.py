@@ -18,6 +18,9 @@ layers of this rank take.
 
 A spec's block is that of one rank. Under decode context parallelism the ranks divide the tokens of full attention and
 MLA among them, and the scheduler's block covers those of all; under prefill context parallelism alone all have all.
+
+The ranks of a tensor-parallel group have the same bytes in *replicated* groups (a latent of which they divide no
+tokens), and share a region if there is one. If there are others beside it, host blocks are rows of a lane for each.
 """
 
 import math
@@ -53,7 +56,7 @@ Kept = tuple[type[Group] | None, dict[str, Any]]  # a kind of group, None if not
 def planner_for(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False, codec: str = RAW
 ) -> HybridChunkPlanner:
-    """The planner of this model, for one rank as the scheduler sees it. With `in_pages` host blocks are whole pages.
+    """The planner of this model, for one region as the scheduler sees it. With `in_pages` host blocks are whole pages.
     Groups of the dtype that `codec` is for are kept in its form, and others as they are.
 
     Raises ConfigurationError for an unknown kind of KV state, and for one that cannot be kept as configured.
@@ -77,8 +80,14 @@ def planner_for(
     ranks = vllm_config.parallel_config.decode_context_parallel_size
     specs = [kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in planned_group_ids(kv_cache_config)]
     divided = [_divided(group, spec, ranks) for group, spec in zip(groups, specs, strict=True)]
-    length = vllm_config.model_config.max_model_len
-    return HybridChunkPlanner(divided, max_model_len=length, grid_tokens=grid, in_pages=in_pages)
+    is_mixed = len({group.replicated for group in divided}) == 2
+    return HybridChunkPlanner(
+        divided,
+        max_model_len=vllm_config.model_config.max_model_len,
+        grid_tokens=grid,
+        ranks=vllm_config.parallel_config.tensor_parallel_size if is_mixed else 1,
+        in_pages=in_pages,
+    )
 
 
 def _check_lengths(groups: Sequence[Group], grid: int) -> None:
@@ -119,9 +128,9 @@ def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
     return [sum(_block_bytes(spec) for spec in _layers(group)) for group in groups]
 
 
-def is_replicated(planner: HybridChunkPlanner) -> bool:
-    """Whether all ranks of a tensor-parallel group hold the same bytes, in all groups."""
-    return all(group.replicated for group in planner.groups)
+def has_replicas(planner: HybridChunkPlanner) -> bool:
+    """Whether all ranks of a tensor-parallel group hold the same bytes, in some groups at least."""
+    return any(group.replicated for group in planner.groups)
 
 
 def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -34,30 +34,41 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, Piece
 
 @dataclass(frozen=True, slots=True)
 class RankShapes:
-    """The pieces a copier copies on this rank: as many host blocks each as on every rank, but this rank's bytes."""
+    """The pieces of this rank: as many host blocks each as on every rank, but this rank's bytes. `lanes` are those of a
+    host block."""
 
     pieces: tuple[Piece, ...]
     host_block_bytes: int
+    lanes: int = 1
+
+    def by_lane(self) -> "RankShapes":
+        """The same for a copier, to which each lane is a host block (`shares.py`)."""
+        pieces = (
+            replace(piece, host_blocks=piece.host_blocks * self.lanes // piece.lanes, lanes=1) for piece in self.pieces
+        )
+        return RankShapes(tuple(pieces), self.host_block_bytes // self.lanes)
 
 
 def shapes_of(
     planner: HybridChunkPlanner, parallel: ParallelConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False
 ) -> RankShapes:
-    """The shapes of this rank. With `in_pages` its host blocks are whole pages, too.
+    """The shapes of this rank. With `in_pages` the lanes of its host blocks are whole pages, too.
 
     The number of host blocks of a piece is the scheduler's, which sees the first pipeline stage; its bytes are those of
     this rank's layers; and host blocks are as large as the pieces require.
     """
-    counts, planned = [piece.host_blocks for piece in planner.pieces], planner.host_block_bytes
+    counts, planned = [piece.host_blocks for piece in planner.pieces], planner.lane_bytes
     if parallel.pipeline_parallel_size > 1:
         counts, planned = ranks.as_on_the_first_stage(counts), 0
     pieces = tuple(
         replace(piece, host_blocks=n, num_bytes=piece.device_blocks * piece.group.form.kept_bytes(own))
         for piece, n, own in zip(planner.pieces, counts, own_block_bytes(kv_cache_config), strict=True)
     )
-    needed = max(-(-piece.num_bytes // piece.host_blocks) for piece in pieces)
+    lanes = planner.ranks
+    needed = max(-(-piece.num_bytes * piece.lanes // (piece.host_blocks * lanes)) for piece in pieces)
     unit = PAGE_BYTES if in_pages else ALIGNMENT
-    return RankShapes(pieces, planned if needed <= planned else -(-needed // unit) * unit)
+    lane_bytes = planned if needed <= planned else -(-needed // unit) * unit
+    return RankShapes(pieces, lanes * lane_bytes, lanes)
 
 
 def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: RankShapes, device: torch.device) -> HostArena:
@@ -88,7 +99,7 @@ def _problem(settings: Settings, parallel: ParallelConfig) -> ConfigurationError
     """Why this machine cannot hold the regions of this engine; None if it can."""
     if settings.is_shared and not ranks.share_memory():
         return ConfigurationError(
-            "the KV of this model is the same on all ranks of a tensor-parallel group and is kept once, in memory they "
+            "KV of this model that is the same on all ranks of a tensor-parallel group is kept once, in memory they "
             "share, but these ranks are on several machines or in containers without a common /dev/shm; start one "
             "tensor-parallel group on each machine"
         )

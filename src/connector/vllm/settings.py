@@ -15,8 +15,8 @@ from connector.tier.cache import EngineTier, build_cache
 from connector.tier.options import TIER, TierOption, tier_option
 from connector.vllm.groups import (
     device_blocks_per_chunk,
+    has_replicas,
     hash_blocks_per_chunk,
-    is_replicated,
     planned_group_ids,
     planner_for,
     replayed_tokens,
@@ -38,7 +38,8 @@ CHECKS: Mapping[str, Check] = {
 class Settings:
     """Settings that both halves are built from.
 
-    Each rank has a host region, or all ranks of a tensor-parallel group share one, if they hold the same bytes.
+    Each rank has a host region, or all ranks of a tensor-parallel group share one, if they hold the same bytes in some
+    groups.
     """
 
     planner: HybridChunkPlanner
@@ -66,7 +67,7 @@ class Settings:
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
         parallel = vllm_config.parallel_config
         _check_launcher(parallel)
-        is_shared = is_replicated(planner) and parallel.tensor_parallel_size > 1
+        is_shared = has_replicas(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
         least = planner.fewest_blocks * planner.host_block_bytes * regions
         if options[BYTES] < least:

@@ -3,6 +3,12 @@
 groups   A pipeline stage has some of the model's groups, and numbers them from 0. Copies of other groups are left out.
 pieces   Ranks that hold the same bytes share one host region. Each piece of a store is written by one rank, chosen by
          its position in the region, so that all links carry an equal share. Every rank reads all pieces of a load.
+lanes    Where each rank has bytes of its own beside these, a host block is a row of lanes. What is the same on all
+         ranks takes whole rows, and of the rest each rank its lane of them, to write and to read.
+
+                       lane 0   lane 1   lane 2   lane 3
+            block 0  [ latent of chunk 0                 ]    to a copier these are blocks 0, 1, 2 and 3
+            block 1  [ state ][ state ][ state ][ state  ]    4, 5, 6 and 7
 
 If nothing of a transfer is left, this rank copies nothing and reports it as done at once.
 """
@@ -10,14 +16,15 @@ If nothing of a transfer is left, this rank copies nothing and reports it as don
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, StepPlan, TransferPlan
+from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, RankReport, StepPlan, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """The share of rank `rank` among the `ranks` that share its region (0 of 1 if it has its own).
 
-    `pieces` are those of this rank's groups, and `groups` their indices among the `num_groups` groups of the plan.
+    `pieces` are those of this rank's groups, and `groups` their indices among the `num_groups` groups of the plan. Its
+    copier has each of the `lanes` of a host block as a block.
     """
 
     pieces: Sequence[Piece]
@@ -25,6 +32,7 @@ class Share:
     num_groups: int
     rank: int = 0
     ranks: int = 1
+    lanes: int = 1
 
     @property
     def is_everything(self) -> bool:
@@ -36,14 +44,26 @@ class Share:
         return plan._replace(transfers=tuple(map(self.of_transfer, plan.transfers)))
 
     def of_transfer(self, transfer: TransferPlan) -> TransferPlan:
-        """The transfer with this rank's group numbers, copies and bytes."""
+        """The transfer with this rank's group numbers, copies and bytes, and its copier's host blocks."""
         mine = {group: at for at, group in enumerate(self.groups)}
         copies = [copy._replace(group=mine[copy.group]) for copy in transfer.copies if copy.group in mine]
         if transfer.direction is Direction.STORE and self.ranks > 1:
-            dealt = (written_by(copy, self.pieces[copy.group], self.rank, self.ranks) for copy in copies)
-            copies = [copy for copy in dealt if copy.host_blocks]
+            copies = [dealt for copy in copies if (dealt := self._dealt(copy)).host_blocks]
         carried = sum(_num_bytes(copy, self.pieces[copy.group]) for copy in copies)
-        return transfer._replace(copies=tuple(copies), num_bytes=carried)
+        return transfer._replace(copies=tuple(map(self._by_lane, copies)), num_bytes=carried)
+
+    def of_report(self, report: RankReport) -> RankReport:
+        """The report with the plan's host blocks."""
+        unfit = ((id, tuple(block // self.lanes for block in blocks)) for id, blocks in report.unfit)
+        return report._replace(unfit=tuple(unfit)) if report.unfit else report
+
+    def _dealt(self, copy: GroupCopy) -> GroupCopy:
+        piece = self.pieces[copy.group]
+        return copy if piece.lanes > 1 else written_by(copy, piece, self.rank, self.ranks)
+
+    def _by_lane(self, copy: GroupCopy) -> GroupCopy:
+        lanes = range(self.lanes) if self.pieces[copy.group].lanes == 1 else (self.rank,)
+        return copy._replace(host_blocks=tuple(block * self.lanes + at for block in copy.host_blocks for at in lanes))
 
 
 def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:

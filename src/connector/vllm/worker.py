@@ -105,14 +105,14 @@ class WorkerHalf:
         device = tensors[0][0].device
         self._arena = arena = arena_of(self._settings, self._vllm_config, shapes, device)
         self._tier = self._open_tier(arena, all_shapes, kv_caches)
-        choose = partial(
-            choose_copier, shapes, tensors, arena.blocks, pinned=arena, null_block=NULL_BLOCK, loads_first=True
-        )
+        by_lane = shapes.by_lane()
+        lanes = arena.blocks.view(-1, by_lane.host_block_bytes)
+        choose = partial(choose_copier, by_lane, tensors, lanes, pinned=arena, null_block=NULL_BLOCK, loads_first=True)
         choice = _in_a_thread(choose, device)
         if not self._rank:
             logger.info(start_line(self._settings, self._vllm_config.model_config.max_model_len, choice))
         ranks = parallel.tensor_parallel_size if self._settings.is_shared else 1
-        self._share = Share(shapes.pieces, here, len(all_tensors), self._rank % ranks, ranks)
+        self._share = Share(shapes.pieces, here, len(all_tensors), self._rank % ranks, ranks, shapes.lanes)
         self._worker = CopyWorker(
             self._rank,
             choice.copier,
@@ -157,11 +157,11 @@ class WorkerHalf:
 
     def results(self) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended on this rank since the last call, and those of them that failed."""
-        if self._worker is None:
+        if self._worker is None or self._share is None:
             return set(), set()
         if not self._computes:
             self._nap(self._worker)
-        self._report = report = self._worker.report()
+        self._report = report = self._share.of_report(self._worker.report())
         soon = set() if self._computes else self._ending_soon()
         self._announced |= soon
         ended = report.done | report.failed | self._unplanned
