@@ -676,7 +676,7 @@ class FakeRank:
         return [[self._in_lane(block, lanes) for block in host] for lanes, host, _ in self._in_pieces(transfer)]
 
     def _in_lane(self, block: int, has_lanes: bool) -> object:
-        """What this rank reads of a block, whatever it holds."""
+        """The content of a block that this rank reads, whatever was written there."""
         row = self.host[block]
         return row.get(self.rank, TORN) if has_lanes and isinstance(row, dict) else row
 
@@ -696,7 +696,7 @@ class FakeRank:
             self.device |= zip(device, self._whole(content, len(device)), strict=True)
 
     def _row(self, block: int) -> dict[int, object]:
-        """What is in the lanes of a block, if anything."""
+        """The content of the lanes of a block, if it has any."""
         row = self.host.get(block)
         return row if isinstance(row, dict) else {}
 

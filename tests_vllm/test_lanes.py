@@ -130,7 +130,7 @@ def test_the_lane_of_another_rank_is_not_taken_for_ones_own(tmp_path):
 
 
 def test_each_latent_is_written_by_one_rank(tmp_path):
-    """And all ranks carry some of them."""
+    """All ranks carry some of them."""
     with engine_of(tmp_path, ranks=3) as engine:
         engine.run(PROMPT)
         pieces = engine.cache.planner.pieces
@@ -161,7 +161,7 @@ def fail_once(rank):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_what_one_rank_could_not_store_nobody_finds(tmp_path, failing):
+def test_chunks_that_one_rank_could_not_store_are_found_by_nobody(tmp_path, failing):
     with engine_of(tmp_path, ranks=3, step_tokens=64) as engine:
         fail_once(engine.ranks[failing])
         answer = engine.run(PROMPT)
@@ -174,7 +174,7 @@ def test_what_one_rank_could_not_store_nobody_finds(tmp_path, failing):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_could_not_load_all_compute_again(tmp_path, failing):
+def test_chunks_that_one_rank_could_not_load_are_computed_by_all(tmp_path, failing):
     with engine_of(tmp_path) as engine:
         answer = engine.run(PROMPT)
         forget_the_device(engine)
@@ -263,7 +263,7 @@ def with_tier(folder, path, **options):
 
 @pytest.fixture
 def files(tmp_path):
-    """Of an engine that has ended, and what its ranks have written."""
+    """Files of an engine that has ended, and what its ranks have written."""
     (tmp_path / "files").mkdir()
     with with_tier(tmp_path / "first", tmp_path / "files") as engine:
         engine.run(PROMPT)
@@ -322,7 +322,7 @@ def test_nobody_reads_wrong_kv_where_reads_and_writes_of_the_tier_go_wrong(tmp_p
 
 
 def test_files_in_which_each_rank_had_all_are_not_read(tmp_path):
-    """Those of a release before lanes: other groups, sizes or ranks would be in their namespace, too."""
+    """A release before lanes has other ranks in their namespace."""
     tier = {"kind": "file", "path": str(tmp_path), "bytes": 1 << 30, "revision": "1"}
     config = config_of(tmp_path, tier=tier)
     settings = Settings.of(config, KVCacheConfig(48, [], KIMI))

@@ -183,6 +183,23 @@ LFM2_12B = {
     "num_key_value_heads": 8,
     "full_attn_idxs": [2, 5, 8, 10, 12, 14],
 }
+KIMI_LINEAR_48B = {
+    "model_type": "kimi_linear",
+    "hidden_size": 2304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [at for at in range(1, 28) if at % 4 and at != 27],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
@@ -248,6 +265,7 @@ STATES = [
     (NEMOTRON, 4, 3 * (2 * 3 * (8192 + 2 * 8 * 128) + 4 * 128 * 64 * 128)),
     (JAMBA, 16, 28 * 2 * 8192 * (3 + 16)),
     (LFM2_12B, 12, 10 * 2 * 2 * 2048),
+    (KIMI_LINEAR_48B, 7.875, 20 * (2 * 3 * 3 * 4096 + 4 * 32 * 128 * 128)),
 ]
 
 

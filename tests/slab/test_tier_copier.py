@@ -95,9 +95,9 @@ def test_host_blocks_that_a_piece_does_not_reach_are_zeroed(slab, host):
     copier.close()
 
 
-def test_what_each_rank_has_in_its_lane_is_kept_and_nothing_behind_it(slab, host):
+def test_bytes_behind_a_piece_in_each_lane_reach_no_file(slab, host):
     """A piece of 3,000 bytes on each of four ranks, in two host blocks with lanes of 2,048."""
-    copier = SlotCopier(slab, host, (Piece(FULL, 1, 2, 3_000, lanes=4),))
+    copier = TierCopier(slab, host, (Piece(FULL, 1, 2, 3_000, lanes=4),))
     host.fill_(77)
     copier.copy(STORE, [copy([0, 1], [0, 1])])
     lanes = host[:2].view(2, 4, 2_048)

@@ -167,6 +167,13 @@ def _jamba(config: ModelConfig) -> Layers:
     return Layers({PREFIX: full, STATE: count - full})
 
 
+def _kimi_linear(config: ModelConfig) -> Layers:
+    full, linear = (len(config.indices(f"linear_attn_config.{name}")) for name in ("full_attn_layers", "kda_layers"))
+    if full + linear != config.number("num_hidden_layers"):
+        raise config.refused(f"its linear_attn_config names {full} and {linear} layers")
+    return Layers({PREFIX: full, STATE: linear})
+
+
 def _nemotron(config: ModelConfig) -> Layers:
     pattern = str(config.values.get("hybrid_override_pattern", ""))
     if not pattern or set(pattern) - set("M*-E"):
@@ -229,6 +236,7 @@ LAYOUTS: Mapping[str, Callable[[ModelConfig], Layers]] = {
     "gpt_oss": _full_every(2, WINDOW),
     "granitemoehybrid": _full_at("layer_types"),
     "jamba": _jamba,
+    "kimi_linear": _kimi_linear,
     "lfm2": _full_at("full_attn_idxs"),
     "lfm2_moe": _full_at("full_attn_idxs"),
     "llama4": _llama4,

@@ -1,6 +1,7 @@
 """Reads a model's config.json, as Hugging Face writes it.
 
-If the language model is one part of several, its values are in a `text_config`, which override those around it.
+If the language model is one part of several, its values are in a `text_config`, which override those around it. Values
+of a `linear_attn_config` have its name and a dot before theirs.
 """
 
 import json
@@ -16,6 +17,7 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 1),
 }
 MOST = 10**12  # of a number in a configuration
+LINEAR = "linear_attn_config"
 NO_WINDOW = {"use_sliding_window": False}
 
 # Values that published configurations leave out, because they are defaults of the class that reads them.
@@ -23,6 +25,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gpt_oss": {"sliding_window": 128, "head_dim": 64},
+    "kimi_linear": {"mamba_ssm_dtype": "float32"},
     "llama4": {"attention_chunk_size": 8192},
     "nemotron_h": {"mamba_ssm_cache_dtype": "float32"},
     "qwen2": NO_WINDOW,
@@ -43,6 +46,9 @@ class ModelConfig:
     def __init__(self, values: Mapping[str, Any]) -> None:
         text = values.get("text_config")
         merged = {**values, **{name: value for name, value in text.items() if value is not None}} if text else values
+        part = merged.get(LINEAR)
+        if isinstance(part, Mapping):
+            merged = {**merged, **{f"{LINEAR}.{name}": value for name, value in part.items()}}
         self.family = str(merged.get("model_type", "")).removesuffix("_text")
         self.values: Mapping[str, Any] = {**DEFAULTS.get(self.family, {}), **_without_nulls(merged)}
 

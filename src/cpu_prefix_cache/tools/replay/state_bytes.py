@@ -3,7 +3,7 @@
 A state consists of the recurrent values and of the last inputs of the layer's short convolution, for each channel one
 fewer than the convolution is wide.
 
-    delta net     a matrix for each value head; a convolution over q, k and v      Qwen3-Next, Qwen3.5
+    delta net     a matrix for each value head; a convolution over q, k and v      Qwen3-Next, Qwen3.5, Kimi Linear
     Mamba 2       a matrix for each head; a convolution over x, B and C            Bamba, Falcon-H1, Nemotron-H
     Mamba         a vector for each channel; a convolution over the channels       Jamba, Falcon Mamba
     convolution   only the convolution                                             LFM2
@@ -29,6 +29,10 @@ def _state(config: ModelConfig, tp: int) -> tuple[int, int, int]:
         _check_divides(config, tp, key_heads, value_heads)
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         return channels, number("linear_conv_kernel_dim"), value_heads * value_dim * key_dim
+    if config.family == "kimi_linear":
+        heads, dim = number("linear_attn_config.num_heads"), number("linear_attn_config.head_dim")
+        _check_divides(config, tp, heads)
+        return 3 * heads * dim, number("linear_attn_config.short_conv_kernel_size"), heads * dim * dim
     if config.has("conv_L_cache"):
         channels = number("conv_dim", "hidden_size")
         _check_divides(config, tp, channels)
