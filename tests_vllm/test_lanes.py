@@ -18,16 +18,27 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.start_line import start_line
 from connector.vllm.tier_namespace import engine_namespace
+from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache.copying import ChosenCopier
-from cpu_prefix_cache.deciding import Direction, HybridChunkPlanner, conversation_bytes
+from cpu_prefix_cache.deciding import (
+    Direction,
+    GroupCopy,
+    HybridChunkPlanner,
+    StepPlan,
+    TransferPlan,
+    conversation_bytes,
+)
 from tests_vllm import byte_ranks
-from tests_vllm.byte_ranks import close, forget_the_device, with_byte_ranks
+from tests_vllm.byte_ranks import BlockMemory, close, forget_the_device, with_byte_ranks
 from tests_vllm.engine import BLOCK, Engine, full, latent, state, vllm_config, window
+from tests_vllm.test_ranks import meet
 from tests_vllm.test_stress import live_through
 from tests_vllm.test_tier_stress import FAULTS
+from tests_vllm.two_processes import said_by
 
 KIMI = [latent(), state()]
 MODELS = {
@@ -385,3 +396,52 @@ def test_stages_of_a_pipeline_have_a_region_for_each_tensor_parallel_group(tmp_p
     parallel.world_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size = 8, 4, 2
     settings = Settings.of(config, KVCacheConfig(48, [], KIMI))
     assert (settings.regions, settings.planner.ranks, settings.host_bytes) == (2, 4, 32 << 20)
+
+
+# Two processes
+
+
+def carries(rank, folder, file, told):
+    """In a process of its own: one of two ranks loads what the first has stored, and then what both have. Which blocks
+    it has again, each time.
+    """
+    meet(rank, file)
+    config = config_of(folder, ranks=2)
+    config.parallel_config.rank, config.cache_config.num_gpu_blocks = rank, 48
+    caches = KVCacheConfig(48, [], KIMI)
+    half = WorkerHalf(Settings.of(config, caches), config, caches)
+    memory = BlockMemory(rank, 48, KIMI, replicated=[0])
+    half.register_kv_caches(memory.layers(KIMI))
+    latents, states = half._settings.planner.pieces
+    blocks = {0: range(1, 9), 1: range(9, 17)}
+    copies = (
+        GroupCopy(0, tuple(range(8 * latents.host_blocks)), tuple(blocks[0])),
+        GroupCopy(1, tuple(range(100, 100 + 8 * states.host_blocks)), tuple(blocks[1])),
+    )
+    ids = iter(range(4))
+
+    def carry(direction):
+        half.begin(StepMetadata(StepPlan(0, (TransferPlan(next(ids), direction, copies, 1),)), {}, True))
+        half._worker.drain()
+
+    said = []
+    for storing in ([0], [0, 1]):
+        for group in blocks:
+            for block in blocks[group]:
+                memory[block] = group, block
+        if rank in storing:
+            carry(Direction.STORE)
+        torch.distributed.barrier()
+        memory.rows.fill_(0)
+        carry(Direction.LOAD)
+        torch.distributed.barrier()
+        said.append([memory[block] == (group, block) for group in blocks for block in blocks[group]])
+    told.put((rank, said))
+    half.close()
+
+
+def test_two_processes_load_what_both_have_stored(tmp_path):
+    """The control is in it: half of the latents, and the states of the second, are not there before it has stored."""
+    said = said_by(carries, tmp_path, tmp_path / "meeting")
+    assert [said[rank][1] for rank in (0, 1)] == [[True] * 16] * 2
+    assert [said[rank][0] for rank in (0, 1)] == [[True, False] * 4 + [True] * 8, [True, False] * 4 + [False] * 8]
