@@ -1,12 +1,12 @@
 """Every kind of causal model that transformers has, small and random, beside `model.generate`.
 
-Each is built from its configuration's defaults with small sizes. Three prompts are answered cold, other prompts drive
-them out of the device, and they are repeated: then they come from the host. The tokens must be those of `generate`, and
-the logits of every step within 1e-4 of their deviation (a refusal gives its reason in a sentence of its own). Windows
-have 32 tokens, prompts 100 and more.
+Each is built from its configuration's defaults with small sizes. Three prompts are answered by `generate` with a past
+of a HostPrefixCache, the device forgets them, and they are repeated: then they come from the host. The tokens must be
+those of `generate` without it, and the logits of every step within 1e-4 of their deviation (a refusal gives its reason
+in a sentence of its own). Windows have 32 tokens, prompts 100 and more.
 
     right        cold and hit are as `generate`
-    refused      ConfigurationError when the generator is made
+    refused      ConfigurationError when the cache is made
     wrong        anything else: other tokens, other logits, no hit, an exception
     not built    the defaults cannot be made small by common names; nothing is known
 
@@ -30,7 +30,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from connector.transformers import PrefixCachedGenerator
+from connector.transformers import HostPrefixCache
 from cpu_prefix_cache import ConfigurationError
 from random_models import initialise
 
@@ -209,7 +209,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(1, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def expected(model: PreTrainedModel, ids: list[int]) -> tuple[list[int], torch.Tensor]:
+def answered(model: PreTrainedModel, ids: list[int], **options: Any) -> tuple[list[int], torch.Tensor]:
     """The tokens of `generate`, and the logits of every step."""
     recorder = Recorder()
     answer = model.generate(
@@ -218,6 +218,7 @@ def expected(model: PreTrainedModel, ids: list[int]) -> tuple[list[int], torch.T
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         logits_processor=[recorder],
+        **options,
     )
     return answer[0, len(ids) :].tolist(), torch.stack(recorder.seen)
 
@@ -230,41 +231,38 @@ def error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float((logits - reference)[possible].abs().max() / reference[possible].std())
 
 
-def compare(model: PreTrainedModel, generator: PrefixCachedGenerator) -> str:
+def compare(cache: HostPrefixCache) -> str:
     """Returns the first difference; an empty text if there is none."""
     prompts = {seed: prompt(seed, length) for seed, length in enumerate(PROMPTS)}
-    references = {seed: expected(model, ids) for seed, ids in prompts.items()}
+    references = {seed: answered(cache.model, ids) for seed, ids in prompts.items()}
     for time in ("cold", "hit"):
         for seed, ids in prompts.items():
-            recorder = Recorder()
-            answer = generator.answer(ids, NEW_TOKENS, do_sample=False, logits_processor=[recorder])
-            tokens, logits = references[seed]
-            off = error(torch.stack(recorder.seen), logits)
-            if list(answer.tokens) != tokens or not off <= TOLERANCE:
+            with cache.past(ids) as past:
+                tokens, logits = answered(cache.model, ids, past_key_values=past)
+            off = error(logits, references[seed][1])
+            if tokens != references[seed][0] or not off <= TOLERANCE:
                 return f"{time}: logits off by {off:.1e} deviations"
-            if (answer.host_hit_tokens > 0) != (time == "hit"):
-                return f"{time}: {answer.device_hit_tokens} + {answer.host_hit_tokens} tokens found"
-        generator.pool.reset()  # the device forgets, the host does not
+            if past.device_hit_tokens or (past.hit_tokens > 0) != (time == "hit"):
+                return f"{time}: {past.hit_tokens} tokens found, {past.device_hit_tokens} of them on the device"
+        cache.forget_device()
     return ""
 
 
 def judge(family: str) -> Result:
     try:
         model = build(family)
-        expected(model, prompt(0, PROMPTS[0]))
+        answered(model, prompt(0, PROMPTS[0]))
     except Exception as error:
         return Result(family, NOT_BUILT, f"{type(error).__name__}: {error}")
     try:
-        generator = PrefixCachedGenerator(
-            model, device_blocks=4000, host_bytes="64MiB", offload="eager", max_model_len=LENGTH - NEW_TOKENS
-        )
+        cache = HostPrefixCache(model, host_bytes="64MiB", offload="eager", max_model_len=LENGTH - NEW_TOKENS)
     except ConfigurationError as error:
         return Result(family, REFUSED, str(error).replace(type(model).__name__, "it"))
     except Exception as error:
         return Result(family, WRONG, f"{type(error).__name__}: {error}")
-    with generator:
+    with cache:
         try:
-            wrong = compare(model, generator)
+            wrong = compare(cache)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
     return Result(family, WRONG if wrong else RIGHT, wrong)

@@ -1,21 +1,22 @@
-"""A generator with a cache beside the same engine without one, for every family."""
+"""A HostPrefixCache beside `generate` without one, for every family."""
 
 from functools import cache
 from math import ceil
 
 import torch
 
-from connector.transformers import PrefixCachedGenerator
+from connector.transformers import HostPrefixCache, ModelPast
 from connector.transformers.continuing import Continuation
+from connector.transformers.paged import block_bytes, groups_of
+from cpu_prefix_cache.deciding import HybridChunkPlanner
 from random_models import WINDOW, build_family
-from tests.connector.running import error, prompt
+from tests.connector.running import BLOCK, document, error
 
 # In deviations of the logits. Measured 2e-6 and 4e-2.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-BLOCK = 16
-PREFILL = 64
-LONGEST = 140  # tokens of a prompt and its answer
-FILLERS = 3  # prompts that take more than the device has; what they leave on it shows as a device hit
+LONGEST = 140  # tokens of a prompt
+MAX_MODEL_LEN = 8 * LONGEST
+FILLERS = 4  # prompts that take more than the device has; what they leave on it shows as a device hit
 
 
 @cache
@@ -24,89 +25,99 @@ def model(family, window=WINDOW, dtype=torch.float32):
     return build_family(family, hidden=32, layers=2, window=window).to(dtype)
 
 
-@cache
-def plain(family, window=WINDOW, dtype=torch.float32, block_tokens=BLOCK, prefill_tokens=PREFILL):
-    """The engine without a cache."""
-    return PrefixCachedGenerator(
-        model(family, window, dtype),
-        device_blocks=2 * ceil(LONGEST / block_tokens) + 16,
-        block_tokens=block_tokens,
-        prefill_tokens=prefill_tokens,
-        prefix_caching=False,
-    )
+def planner_of(of, block_tokens=BLOCK):
+    return HybridChunkPlanner(groups_of(ModelPast(of), block_tokens), max_model_len=MAX_MODEL_LEN)
+
+
+def device_bytes(of, block_tokens=BLOCK, blocks=None):
+    """Two prompts and a few checkpoints. With less, one step can hand out more than half of the pool, and a lazy cache
+    loses what it cannot foresee.
+    """
+    checkpoint = max(planner_of(of, block_tokens).checkpoint_blocks(depth) for depth in range(1, 20))
+    blocks = blocks or 2 * ceil(LONGEST / block_tokens) + 3 * checkpoint
+    return blocks * block_bytes(ModelPast(of), block_tokens)
+
+
+def generated(of, tokens, past=None, new_tokens=2, **options):
+    """Logits of every step, and the tokens."""
+    options = dict(do_sample=False, max_new_tokens=new_tokens) | options
+    if past is not None:
+        options["past_key_values"] = past
+    answer = of.generate(torch.tensor([tokens]), return_dict_in_generate=True, output_logits=True, **options)
+    return [each[0] for each in answer.logits], answer.sequences[0, len(tokens) :].tolist()
 
 
 @cache
-def uncached(engine, ids, new_tokens, cuts):
-    return engine.answer(ids, new_tokens, cuts=cuts)
+def plain(family, shape, tokens, new_tokens):
+    return generated(model(family, *shape), tokens, new_tokens=new_tokens)
 
 
 class Pair:
-    """A generator whose device pool holds two prompts and a few checkpoints, and the same one without a cache.
-
-    With less, one step can hand out more than half of the pool, and a lazy cache loses what it cannot foresee.
-    """
+    """A cache whose device holds two prompts and a few checkpoints, and the model without it."""
 
     def __init__(
-        self, family, offload, policy="lru", wrap_copier=None, device_blocks=None, host_bytes=1 << 23, **shape
+        self,
+        family,
+        offload="lazy",
+        *,
+        window=WINDOW,
+        dtype=torch.float32,
+        block_tokens=BLOCK,
+        blocks=None,
+        host_bytes=1 << 23,
+        **options,
     ) -> None:
-        self.plain = plain(family, **shape)
-        block_tokens = self.plain.planner.grid_tokens
-        checkpoint = max(self.plain.planner.checkpoint_blocks(depth) for depth in range(1, 20))
-        self.cached = PrefixCachedGenerator(
-            self.plain.model,
-            device_blocks=device_blocks or 2 * ceil(LONGEST / block_tokens) + 3 * checkpoint,
-            host_bytes=0 if offload == "off" else host_bytes,
+        self.family, self.shape, self.tolerance = family, (window, dtype), TOLERANCE[dtype]
+        self.cache = HostPrefixCache(
+            model(family, *self.shape),
+            host_bytes=host_bytes,
+            device_bytes=device_bytes(model(family, *self.shape), block_tokens, blocks),
             offload=offload,
-            policy=policy,
             block_tokens=block_tokens,
-            prefill_tokens=self.plain.prefill_tokens,
-            wrap_copier=wrap_copier,
+            max_model_len=MAX_MODEL_LEN,
+            **options,
         )
-        self.tolerance = TOLERANCE[self.plain.model.dtype]
 
     def ask(self, ids, new_tokens=2):
-        """The answer, how far its logits are from the plain engine's, in deviations, and whether the tokens agree."""
-        answer = self.cached.answer(ids, new_tokens)
-        cuts = tuple(self.cached.cuts_without_cache(answer))
-        reference = uncached(self.plain, tuple(ids), new_tokens, cuts)
-        return answer, error(answer.first_logits, reference.first_logits), answer.tokens == reference.tokens
+        """The past, how far the logits are from those without it, and whether the tokens agree.
+
+        In half precision two tokens may be as likely: of its answers the first logits are compared.
+        """
+        with self.cache.past(ids) as past:
+            logits, tokens = generated(self.cache.model, ids, past, new_tokens)
+        reference, expected = plain(self.family, self.shape, tuple(ids), new_tokens)
+        count = len(logits) if self.shape[1] == torch.float32 else 1
+        off = max(error(*both) for both in zip(logits[:count], reference[:count], strict=True))
+        return past, off, tokens == expected
 
     def ask_right(self, ids, new_tokens=2):
-        answer, off, same = self.ask(ids, new_tokens)
+        past, off, same = self.ask(ids, new_tokens)
         assert off <= self.tolerance
-        assert same or self.plain.model.dtype != torch.float32  # in half precision two may be as likely
-        return answer
+        assert same or self.shape[1] != torch.float32
+        return past
 
     def evict_all(self):
         """Fill the device with something else."""
         for seed in range(FILLERS):
-            self.cached.answer(document(9000 + seed, LONGEST - 13), 1)
+            ids = document(9000 + seed, LONGEST - 13)
+            with self.cache.past(ids) as past, torch.no_grad():
+                self.cache.model(torch.tensor([ids[past.get_seq_length() :]]), past_key_values=past)
 
     def is_at_rest(self):
         """Nothing is held, moving or half written, and every rule holds."""
-        self.cached.pool.check_valid()
-        pools = [self.cached.pool.statistics()]
-        if self.cached._host is not None:
-            host = self.cached._host.cache
-            host.check_valid()
-            assert not host.has_transfers
-            assert host.statistics().running == 0
-            pools.append(host.pool.statistics())
-        return all((each.pinned, each.writing, each.retired) == (0, 0, 0) for each in pools)
+        host = self.cache._host.cache
+        pools = [self.cache._pool, host.pool]
+        for pool in (self.cache._pool, host):
+            pool.check_valid()
+        assert not host.has_transfers and host.statistics().running == 0
+        return all(
+            (each.pinned, each.writing, each.retired) == (0, 0, 0) for each in (pool.statistics() for pool in pools)
+        )
 
     @property
     def takes_several_tokens(self):
-        return self.cached.continuation is Continuation.CHUNKS
+        return self.cache._continuation is Continuation.CHUNKS
 
 
-def document(seed, length):
-    return prompt(seed, length).tolist()
-
-
-def last_boundary(length, block_tokens=BLOCK):
-    return (length - 1) // block_tokens * block_tokens
-
-
-def hit(answer):
-    return answer.device_hit_tokens + answer.host_hit_tokens
+def on_host(past):
+    return past.hit_tokens - past.device_hit_tokens

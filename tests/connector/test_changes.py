@@ -1,4 +1,4 @@
-"""A model whose weights change under a generator: nobody calls `reset`, and no answer comes from KV of before."""
+"""A model whose weights change under a cache: nobody calls `reset`, and no answer comes from KV of before."""
 
 import logging
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from builtin_models import build_model
-from connector.transformers import PrefixCachedGenerator
+from connector.transformers import HostPrefixCache
 from connector.transformers.changes import Weights
+from tests.connector.serving import generated
 
 PROMPT = [at * 7 % 256 for at in range(200)]
 
@@ -87,56 +88,59 @@ CHANGES = [
 ]
 
 
-def first_logits(generator):
-    answer = generator.answer(PROMPT, 3)
-    return answer, answer.first_logits
+def cache_of(of, **options):
+    return HostPrefixCache(of, host_bytes=1 << 22, **options)
+
+
+def first_logits(cache):
+    """The past that an answer began with, and the logits of its first token."""
+    with cache.past(PROMPT) as past:
+        return past, generated(cache.model, PROMPT, past, new_tokens=3)[0][0]
 
 
 def expected(change):
     of = model()
     change(of)
-    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20) as generator:
-        return first_logits(generator)[1]
+    return generated(of, PROMPT, new_tokens=3)[0][0]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_an_answer_after_a_change_is_that_of_the_new_weights(change, caplog):
     of = model()
-    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20, offload="eager") as generator:
-        first_logits(generator)
+    with cache_of(of, offload="eager") as cache:
+        first_logits(cache)
         change(of)
         with caplog.at_level(logging.WARNING):
-            answer, logits = first_logits(generator)
-        assert answer.device_hit_tokens == answer.host_hit_tokens == 0
+            past, logits = first_logits(cache)
+        assert past.hit_tokens == 0
         torch.testing.assert_close(logits, expected(change))
         assert [each.getMessage()[:32] for each in caplog.records] == ["the model has other weights than"]
-        again, logits = first_logits(generator)
-        assert again.device_hit_tokens > 0
+        again, logits = first_logits(cache)
+        assert again.hit_tokens > 0
         torch.testing.assert_close(logits, expected(change), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_generator_that_does_not_look_answers_from_the_old_weights(change, monkeypatch):
+def test_a_cache_that_does_not_look_answers_from_the_old_weights(change, monkeypatch):
     """The control."""
     monkeypatch.setattr(Weights, "follow", lambda weights: None)
     of = model()
-    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20) as generator:
-        first_logits(generator)
+    with cache_of(of) as cache:
+        first_logits(cache)
         change(of)
-        answer, logits = first_logits(generator)
-    assert answer.device_hit_tokens > 0 and not torch.allclose(logits, expected(change), rtol=1e-3, atol=1e-3)
+        past, logits = first_logits(cache)
+    assert past.hit_tokens > 0 and not torch.allclose(logits, expected(change), rtol=1e-3, atol=1e-3)
 
 
 def test_an_adapter_that_is_switched_off_counts():
     of = model()
     add_an_adapter(of)
-    with PrefixCachedGenerator(of, device_blocks=40, host_bytes=1 << 20) as generator:
-        first_logits(generator)
+    with cache_of(of) as cache:
+        first_logits(cache)
         of.model.layers[0].self_attn.k_proj._disable_adapters = True
-        answer, logits = first_logits(generator)
-    assert answer.device_hit_tokens == 0
-    with PrefixCachedGenerator(model(), device_blocks=40, host_bytes=1 << 20) as generator:
-        torch.testing.assert_close(logits, first_logits(generator)[1])
+        past, logits = first_logits(cache)
+    assert past.hit_tokens == 0
+    torch.testing.assert_close(logits, generated(model(), PROMPT, new_tokens=3)[0][0])
 
 
 @pytest.mark.parametrize("arch", ["full", "swa", "hybrid", "mla"])
@@ -144,9 +148,10 @@ def test_changes_that_a_model_makes_while_it_computes_are_none(arch):
     of = model(arch=arch)
     resets = []
     weights = Weights(of, lambda: resets.append(1))
-    with PrefixCachedGenerator(of, device_blocks=96, host_bytes=1 << 22, batch_size=2) as generator:
-        list(generator.generate([PROMPT, PROMPT[:50], PROMPT], 4))
-        assert generator.answer(PROMPT, 2).device_hit_tokens > 0
+    with cache_of(of) as cache:
+        for _ in range(2):
+            past, _ = first_logits(cache)
+        assert past.hit_tokens > 0
     weights.follow()
     assert not resets
 

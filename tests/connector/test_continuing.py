@@ -12,6 +12,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
+from builtin_models import ARCHITECTURES, build_model
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.past import ModelPast
 from cpu_prefix_cache import ConfigurationError
@@ -27,6 +28,17 @@ def test_every_family_but_jamba_goes_on_with_any_number_of_tokens(family, dtype)
     model = tiny(family).to(dtype)
     expected = Continuation.TOKENS if family == "jamba" else Continuation.CHUNKS
     assert check_continues(model, ModelPast(model)) is expected
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_model_of_the_demo_goes_on_with_any_number_of_tokens(arch):
+    model = build_model(arch, hidden=64)
+    assert check_continues(model, ModelPast(model)) is Continuation.CHUNKS
+
+
+def test_a_model_that_the_demo_has_not_is_refused():
+    with pytest.raises(ConfigurationError, match="known are full, swa, hybrid, mla"):
+        build_model("rnn")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,17 +1,15 @@
 """Every family of models, served with the cache as without it; and every comparison shown to see a wrong piece.
 
-A story runs a generator with a small device pool, so that repeated prompts come back from the host, and the same
-engine without a cache, with the same prefill cuts. The tokens must be the same, and the logits of the first
-one within 1e-4 of their deviation. Blocks are of 16 tokens; windows and chunks of attention reach over 32, and a
-prefill chunk over 64, so that it is longer than either.
+A story runs `generate` with a cache whose device is small, so that repeated prompts come back from the host, and plain
+`generate`. The tokens must be the same, and the logits of every step within 1e-4 of their deviation. Blocks are of 16
+tokens; windows and chunks of attention reach over 32.
 
-    documents     repeated once they have left the device, on and beside every kind of boundary
-    turns         a conversation goes on behind its own answer
+    documents     repeated once they have left the device, on and beside every kind of boundary (also test_past.py)
     branches      two prompts part inside a chunk, and a third finds where they did
     reset         the device forgets everything, the host does not
-    device only   the same without a host
+    beginnings    a prompt that begins another
 
-The controls below each kind of hit damage one piece of one group: at least 7 of 8 prompts must show it.
+The controls damage one piece of one group, on the host's side and on the device's: 7 of 8 prompts must show it.
 """
 
 import pytest
@@ -21,52 +19,27 @@ from cpu_prefix_cache.deciding import Direction, GroupCopy, WindowGroup
 from cpu_prefix_cache.model.hashing import ChainHasher, checkpoint_key
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from random_models import FAMILIES
-from tests.connector.serving import BLOCK, Pair, document, hit, last_boundary, plain
+from tests.connector.running import BLOCK, document, last_boundary
+from tests.connector.serving import Pair, model, on_host, planner_of
 
 LENGTHS = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 81, 112, 113)
 SEEN = 7  # of 8 damaged prompts
 
 families = pytest.mark.parametrize("family", FAMILIES)
 modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
-# Which blocks leave is the pool's affair, whatever they hold: every policy with one kind of group and with several.
-ALL_POLICIES = ("llama", "qwen3_next")
-served = pytest.mark.parametrize(
-    ("family", "policy"),
-    [(family, policy) for family in FAMILIES for policy in POLICIES if policy == "lru" or family in ALL_POLICIES],
-)
 
 
-# --- stories -----------------------------------------------------------------------------------------------------
-
-
-@served
-@modes
-def test_documents_come_back_up_to_their_last_boundary(family, mode, policy):  # S7.27, O8.11
-    pair = Pair(family, mode, policy)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])  # one kind of group, and several
+@pytest.mark.parametrize("policy", POLICIES)
+def test_documents_come_back_up_to_their_last_boundary_by_any_policy(family, policy):  # S7.27, O8.11
+    pair = Pair(family, policy=policy)
     for length in LENGTHS:
-        assert hit(pair.ask_right(document(length, length))) == 0
+        assert pair.ask_right(document(length, length)).hit_tokens == 0
     pair.evict_all()
     for length in LENGTHS:
         again = pair.ask_right(document(length, length))
-        assert hit(again) == last_boundary(length)
-        assert again.host_hit_tokens > 0 or length <= BLOCK
-    assert pair.is_at_rest()
-
-
-@served
-@modes
-def test_a_conversation_goes_on_behind_its_own_answer(family, mode, policy):
-    pair = Pair(family, mode, policy)
-    for length, new_tokens in ((37, 20), (37, 12), (48, 17), (33, 1)):  # the KV of the last token is not there yet
-        opening = document(100 + new_tokens, length)
-        first = pair.ask_right(opening, new_tokens)
-        pair.evict_all()
-        second = pair.ask_right([*opening, *first.tokens, *document(7, 9)], 8)
-        assert hit(second) == (length + new_tokens - 1) // BLOCK * BLOCK
-        assert second.host_hit_tokens == hit(second)
-        third = pair.ask_right([*opening, *first.tokens, *document(7, 9), *second.tokens, *document(8, 16)])
-        assert hit(third) == (length + new_tokens + 9 + 7) // BLOCK * BLOCK
-        assert third.device_hit_tokens == hit(third)
+        assert again.hit_tokens == last_boundary(length)
+        assert on_host(again) > 0 or length <= BLOCK
     assert pair.is_at_rest()
 
 
@@ -82,10 +55,7 @@ def test_a_third_prompt_finds_where_two_parted(family, mode, forgets):
             pair.evict_all()
     pair.evict_all()
     third = pair.ask_right([*common, *document(4, 20)])
-    if pair.takes_several_tokens:
-        assert third.host_hit_tokens == 32
-    else:  # the first forward goes beyond it
-        assert hit(third) == 0
+    assert third.hit_tokens == on_host(third) == (32 if pair.takes_several_tokens else 0)
     assert pair.is_at_rest()
 
 
@@ -97,21 +67,8 @@ def test_a_device_that_forgets_finds_everything_on_the_host(family, mode):
         pair.ask_right(document(length, length))
     pair.evict_all()
     for length in (48, 100):
-        pair.cached.pool.reset()
-        assert pair.ask_right(document(length, length)).host_hit_tokens == last_boundary(length)
-    assert pair.is_at_rest()
-
-
-@families
-def test_prompts_on_the_device_are_resumed_without_a_host(family):
-    pair = Pair(family, "off")
-    for length in (16, 33, 64, 81, 113):
-        opening = document(length, length)
-        pair.ask_right(opening)
-        again = pair.ask_right(opening, 18)
-        assert again.device_hit_tokens == last_boundary(length)
-        turn = pair.ask_right([*opening, *again.tokens, *document(7, 5)])
-        assert turn.device_hit_tokens == (length + 17) // BLOCK * BLOCK
+        pair.cache.forget_device()
+        assert on_host(pair.ask_right(document(length, length))) == last_boundary(length)
     assert pair.is_at_rest()
 
 
@@ -123,12 +80,12 @@ def test_a_prompt_that_begins_another(family, mode):
     for length in (100, 50, 100, 64, 17, 65, 100):
         pair.ask_right(whole[:length])
         again = pair.ask_right(whole[:length], 1)
-        assert hit(again) == last_boundary(length) or not pair.takes_several_tokens
+        assert again.hit_tokens == last_boundary(length) or not pair.takes_several_tokens
         pair.evict_all()
     assert pair.is_at_rest()
 
 
-# --- controls ----------------------------------------------------------------------------------------------------
+# Controls
 
 # Every document of a control comes back up to token 80, an odd boundary: where chunks of 32 are attended to, they
 # need a checkpoint there.
@@ -177,7 +134,7 @@ def damages(planner):
             yield f"{group.name}: another boundary's", lambda copier, tensors, at=at: StaleCopier(copier, at)
 
 
-DAMAGES = [(family, name) for family in FAMILIES for name, _ in damages(plain(family).planner)]
+DAMAGES = [(family, name) for family in FAMILIES for name, _ in damages(planner_of(model(family)))]
 
 
 @pytest.mark.parametrize(("family", "name"), DAMAGES)
@@ -185,7 +142,7 @@ def test_control_a_wrong_piece_from_the_host_shows_in_the_logits(family, name):
     damage = []
 
     def wrap(copier, tensors):
-        damage.append(dict(damages(plain(family).planner))[name](copier, tensors))
+        damage.append(dict(damages(planner_of(model(family))))[name](copier, tensors))
         return damage[0]
 
     pair = Pair(family, "eager", wrap_copier=wrap)
@@ -195,8 +152,8 @@ def test_control_a_wrong_piece_from_the_host_shows_in_the_logits(family, name):
     pair.evict_all()
     shown = 0
     for number, (seed, length) in enumerate(EIGHT):
-        answer, off, _ = pair.ask(document(seed, length), 1)
-        assert answer.host_hit_tokens == BOUNDARY
+        past, off, _ = pair.ask(document(seed, length), 1)
+        assert on_host(past) == BOUNDARY
         assert damage[0].corrupted == number + 1
         shown += off > pair.tolerance
     assert shown >= SEEN
@@ -204,9 +161,9 @@ def test_control_a_wrong_piece_from_the_host_shows_in_the_logits(family, name):
 
 @families
 def test_control_a_wrong_piece_on_the_device_shows_in_the_logits(family):
-    pair = Pair(family, "off")
-    generator = pair.cached
-    for at, piece in enumerate(generator.planner.pieces):
+    pair = Pair(family)
+    planner, pool = pair.cache.planner, pair.cache._pool
+    for at, piece in enumerate(planner.pieces):
         shown = 0
         for seed, length in EIGHT:
             ids = document(seed, length)
@@ -214,13 +171,12 @@ def test_control_a_wrong_piece_on_the_device_shows_in_the_logits(family):
             assert pair.ask_right(ids, 1).device_hit_tokens == BOUNDARY
             key = ChainHasher(BLOCK).keys(ids)[BOUNDARY // BLOCK - 1]
             if piece.in_chunk:
-                blocks = [generator.pool.find(key)]
+                blocks = [pool.find(key)]
             else:
-                places = generator.planner.checkpoint(BOUNDARY // BLOCK)
-                pieces = generator.pool.checkpoints.pieces(generator.pool.find(checkpoint_key(key)))
+                places = planner.checkpoint(BOUNDARY // BLOCK)
+                pieces = pool.checkpoints.pieces(pool.find(checkpoint_key(key)))
                 blocks = list([each for place, each in zip(places, pieces, strict=True) if place.group == at][-1])
-            generator.kv.region[blocks] = 0
-            _, off, _ = pair.ask(ids, 1)
-            shown += off > pair.tolerance
-            generator.pool.reset()
+            pair.cache._kv.region[blocks] = 0
+            shown += pair.ask(ids, 1)[1] > pair.tolerance
+            pair.cache.reset()
         assert shown >= SEEN, piece.group.name

@@ -17,8 +17,7 @@ from connector.transformers.paged import block_bytes, groups_of
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, MisuseError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES, build_family
-from tests.connector.running import error
-from tests.connector.serving import BLOCK, document, last_boundary
+from tests.connector.running import BLOCK, document, error, last_boundary
 
 TOLERANCE = 1e-4
 LONGEST = 140

@@ -1,72 +1,69 @@
-"""A checkpoint shortly before the end of a prompt is taken after the first token, from a fork of the request.
+"""A checkpoint shortly before the end of a prompt is taken when its past ends, not before it is handed out.
 
 A document of 49 tokens has left a checkpoint at 48. One of 75 begins with it and needs one at 64: the 27 tokens that
-are left are computed in one forward pass, and then 16 of them again. The control takes the checkpoint without these.
+are left are computed by `generate`, and then 16 of them again. In the control they are others.
 """
 
 import pytest
+import torch
 
-from tests.connector.serving import Pair, document, hit
+from cpu_prefix_cache import OFFLOAD_MODES
+from tests.connector.running import document
+from tests.connector.serving import Pair, on_host
 
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_5", "falcon_h1", "lfm2")
-MODES = ("lazy", "eager", "off")
 
 
-def first_and_again(pair, seed):
-    """Answers to the second document: when the first one is known, and when it is known itself."""
-    whole = document(seed, 75)
-    pair.ask_right(whole[:49], 1)
-    return pair.ask_right(whole, 1), pair.ask(whole, 1)
+def passes_of(pair, monkeypatch):
+    """How many tokens each forward pass of the cache itself computes from now on."""
+    forward, passes = pair.cache._forward, []
+
+    def counted(ids, *arguments, **options):
+        passes.append(ids.shape[1])
+        return forward(ids, *arguments, **options)
+
+    monkeypatch.setattr(pair.cache, "_forward", counted)
+    return passes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_checkpoint_shortly_before_the_end_costs_the_first_token_no_forward_pass(family, mode):
-    pair = Pair(family, mode)
-    first, (again, off, same) = first_and_again(pair, 1)
-    assert (hit(first), first.cuts) == (48, (75,))
-    assert (hit(again), off <= pair.tolerance, same) == (64, True, True)
-    if mode != "off":
-        pair.cached.pool.reset()
-        assert pair.ask_right(document(1, 75), 18).host_hit_tokens in ((64,) if mode == "eager" else (0, 64))
+@pytest.mark.parametrize("mode", OFFLOAD_MODES)
+def test_a_checkpoint_shortly_before_the_end_costs_the_first_token_no_forward_pass(family, mode, monkeypatch):
+    pair, whole = Pair(family, mode), document(1, 75)
+    pair.ask_right(whole[:49], 1)
+    passes = passes_of(pair, monkeypatch)
+    with pair.cache.past(whole):
+        assert passes == []
+    assert pair.ask_right(whole, 1).hit_tokens == 48
+    assert passes == [16]
+    assert pair.ask_right(whole, 1).hit_tokens == 64
+    if mode == "eager":
+        pair.cache.forget_device()
+        assert on_host(pair.ask_right(whole)) == 64
     assert pair.is_at_rest()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fork_leaves_the_request_as_it_is(family):
-    """The answer goes on after the fork has computed something else."""
-    pair = Pair(family, "off")
-    whole = document(2, 75)
-    pair.ask_right(whole[:49], 1)
-    assert pair.ask_right(whole, 20).cuts == (75,)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_where_more_tokens_are_left_the_prefill_stops_at_the_checkpoint(family):
-    pair = Pair(family, "off")
-    assert pair.ask_right(document(3, 60), 1).cuts == (48, 60)
+def test_where_more_tokens_are_left_they_are_computed_up_to_the_checkpoint(family, monkeypatch):
+    pair = Pair(family)
+    passes = passes_of(pair, monkeypatch)
+    assert pair.ask_right(document(3, 60), 1).hit_tokens == 0
+    assert passes == [48]
     assert pair.ask_right(document(3, 60), 1).device_hit_tokens == 48
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
-def test_control_a_checkpoint_of_the_wrong_position_shows(family, monkeypatch):
-    pair = Pair(family, "off")
-    takes = pair.cached._catch_up
-
-    def too_early(sequence, fork):
-        monkeypatch.setattr(pair.cached, "_run", lambda *_: None)  # what the fork was to compute
-        takes(sequence, fork)
-        monkeypatch.undo()
-
-    shown = 0
+def test_control_a_checkpoint_of_other_tokens_shows(family, monkeypatch):
+    pair, shown = Pair(family), 0
+    forward = pair.cache._forward
     for seed in range(8):
         whole = document(seed, 75)
         pair.ask_right(whole[:49], 1)
-        monkeypatch.setattr(pair.cached, "_catch_up", too_early)
-        pair.ask_right(whole, 1)
-        monkeypatch.undo()
-        answer, off, _ = pair.ask(whole, 1)
-        assert hit(answer) == 64
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.cache, "_forward", lambda ids, *more, **by: forward(torch.zeros_like(ids), *more, **by))
+            pair.ask_right(whole, 1)
+        past, off, _ = pair.ask(whole, 1)
+        assert past.hit_tokens == 64
         shown += off > pair.tolerance
-        pair.cached.pool.reset()
+        pair.cache.reset()
     assert shown >= 7

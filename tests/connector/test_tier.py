@@ -1,14 +1,15 @@
-"""A tier of files below the generator's host memory: found again after a restart, by the same weights alone."""
+"""A tier below the cache's host memory: found again after a restart, by the same weights alone."""
 
 import pytest
 import torch
 
 from builtin_models import build_model
-from connector.transformers import PrefixCachedGenerator, identity
+from connector.transformers import HostPrefixCache, identity
 from connector.transformers.identity import model_name, weights_revision
-from cpu_prefix_cache import ConfigurationError, SharedTier
+from cpu_prefix_cache import SharedTier
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.testing import MemoryStore
+from tests.connector.serving import generated
 
 PROMPT = [at * 7 % 256 for at in range(400)]
 HOST_BYTES, TIER_BYTES = 4 << 20, 32 << 20
@@ -18,50 +19,71 @@ def model(arch="full", seed=0):
     return build_model(arch, hidden=64, layers=2 if arch == "full" else 4, seed=seed)
 
 
-def answered(of, folder, **said):
-    below = FileTier(str(folder), TIER_BYTES, **said)
-    generator = PrefixCachedGenerator(of, device_blocks=96, host_bytes=HOST_BYTES, offload="eager", below=below)
-    try:
-        return generator.answer(PROMPT, 4)
-    finally:
-        generator.close()
+def cache_of(of, below):
+    return HostPrefixCache(of, host_bytes=HOST_BYTES, device_bytes="1MiB", offload="eager", below=below)
+
+
+def ask(cache, ids=PROMPT):
+    """Tokens that the tier had and the host had not, the logits of the first new token, and the tokens."""
+    before = cache.statistics().tier.hit_tokens
+    with cache.past(ids) as past:
+        logits, tokens = generated(cache.model, ids, past, new_tokens=4)
+    return cache.statistics().tier.hit_tokens - before, logits[0], tokens
+
+
+def answered(of, folder, **options):
+    with cache_of(of, FileTier(str(folder), TIER_BYTES, **options)) as cache:
+        return ask(cache)
+
+
+def answered_from(store, of, **options):
+    with shared(of, store, **options) as cache:
+        return ask(cache)
+
+
+def shared(of, store, **options):
+    return cache_of(of, SharedTier(store, ask_seconds=10.0, **options))
+
+
+def found(answers):
+    return [tokens for tokens, _, _ in answers]
+
+
+def assert_same(one, other):
+    assert one[2] == other[2]
+    torch.testing.assert_close(one[1], other[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ["full", "swa", "hybrid", "mla"])
-def test_a_restarted_generator_finds_the_prefix_in_the_files(tmp_path, arch):
+def test_a_restarted_cache_finds_the_prefix_in_the_files(tmp_path, arch):
     first, again = answered(model(arch), tmp_path), answered(model(arch), tmp_path)
-    assert first.tier_hit_tokens == 0 < again.tier_hit_tokens == again.host_hit_tokens
-    assert again.tokens == first.tokens
-    torch.testing.assert_close(again.first_logits, first.first_logits, rtol=1e-4, atol=1e-4)
+    assert first[0] == 0 < again[0]
+    assert_same(first, again)
 
 
 def test_other_weights_find_nothing(tmp_path):
     answered(model(seed=0), tmp_path)
-    below = FileTier(str(tmp_path), TIER_BYTES, keep_others=True)
-    generator = PrefixCachedGenerator(model(seed=1), device_blocks=96, host_bytes=HOST_BYTES, below=below)
-    assert generator.tier_statistics().found == generator.answer(PROMPT, 2).tier_hit_tokens == 0
-    generator.close()
+    with cache_of(model(seed=1), FileTier(str(tmp_path), TIER_BYTES, keep_others=True)) as cache:
+        assert cache.statistics().tier.found == ask(cache)[0] == 0
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_model_and_revision_of_a_tier_are_options(tmp_path):
     answered(model(seed=0), tmp_path, model="mine", revision="1")
-    assert answered(model(seed=0), tmp_path, model="mine", revision="1").tier_hit_tokens > 0
+    assert answered(model(seed=0), tmp_path, model="mine", revision="1")[0] > 0
 
 
-def test_generators_whose_weights_have_changed_alike_share_again():
+def test_caches_whose_weights_have_changed_alike_share_again():
     """Nobody resets them."""
-    store, found = MemoryStore(), []
+    store, hits = MemoryStore(), []
     for _ in range(2):
-        of, below = model(), SharedTier(store, ask_seconds=10.0)
-        options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
-        with PrefixCachedGenerator(of, below=below, **options) as generator:
-            generator.answer(PROMPT, 4)
+        with shared(of := model(), store) as cache:
+            ask(cache)
             with torch.no_grad():
                 for parameter in of.parameters():
                     parameter.mul_(1.05)
-            found.append(generator.answer(PROMPT, 4).tier_hit_tokens)
-    assert found[0] == 0 < found[1]
+            hits.append(ask(cache)[0])
+    assert hits[0] == 0 < hits[1]
 
 
 SPECIAL = [257 + at * 7 % 60 for at in range(400)]
@@ -73,28 +95,23 @@ def train_special_tokens(of):
 
 
 def tier_hits_after(change, of, store):
-    with shared(of, store) as generator:
-        generator.answer(SPECIAL, 4)
-        generator.answer(PROMPT, 4)
-        change(generator)
-        return generator.answer(SPECIAL, 4).tier_hit_tokens
-
-
-def shared(of, store):
-    below = SharedTier(store, ask_seconds=10.0)
-    return PrefixCachedGenerator(of, device_blocks=96, host_bytes=HOST_BYTES, offload="eager", below=below)
+    with shared(of, store) as cache:
+        ask(cache, SPECIAL)
+        ask(cache)
+        change(cache)
+        return ask(cache, SPECIAL)[0]
 
 
 def test_weights_that_have_changed_in_a_few_rows_find_nothing_of_before():
-    assert tier_hits_after(lambda generator: train_special_tokens(generator.model), model(), MemoryStore()) == 0
+    assert tier_hits_after(lambda cache: train_special_tokens(cache.model), model(), MemoryStore()) == 0
 
 
 def test_after_a_reset_nothing_of_before_is_found_though_the_weights_are_the_same():
-    """Control: another generator finds it."""
+    """Control: another cache finds it."""
     of, store = model(), MemoryStore()
-    assert tier_hits_after(PrefixCachedGenerator.reset, of, store) == 0
-    with shared(of, store) as generator:
-        assert generator.answer(SPECIAL, 4).tier_hit_tokens > 0
+    assert tier_hits_after(HostPrefixCache.reset, of, store) == 0
+    with shared(of, store) as cache:
+        assert ask(cache, SPECIAL)[0] > 0
 
 
 def test_a_revision_changes_with_any_byte_and_with_adapters():
@@ -107,24 +124,25 @@ def test_a_revision_changes_with_any_byte_and_with_adapters():
 
 
 def test_a_reset_that_fails_is_tried_again(monkeypatch):
-    with shared(of := model(), MemoryStore()) as generator:
-        generator.answer(PROMPT, 4)
+    with shared(of := model(), MemoryStore()) as cache:
+        ask(cache)
         train_special_tokens(of)
         with monkeypatch.context() as broken:
             broken.setattr(identity, "_digest", raising)
             with pytest.raises(RuntimeError, match="out of memory"):
-                generator.answer(PROMPT, 4)
-        assert generator.answer(PROMPT, 4).host_hit_tokens == 0
+                ask(cache)
+        with cache.past(PROMPT) as past:
+            assert past.hit_tokens == 0
 
 
 def raising(tensor):
     raise RuntimeError("out of memory")
 
 
-def test_a_name_alone_does_not_identify_the_weights(tmp_path):
+def test_a_name_alone_does_not_identify_the_weights():
     store = MemoryStore()
-    first, other, again = (answered_from(store, model(seed=seed), model="mine") for seed in (0, 1, 0))
-    assert first.tier_hit_tokens == other.tier_hit_tokens == 0 < again.tier_hit_tokens
+    first, other, again = found(answered_from(store, model(seed=seed), model="mine") for seed in (0, 1, 0))
+    assert first == other == 0 < again
 
 
 def test_a_revision_changes_with_weights_and_configuration_alone():
@@ -143,21 +161,8 @@ def test_a_revision_changes_with_weights_and_configuration_alone():
     assert weights_revision(same) != weights_revision(model())
 
 
-def test_without_host_memory_a_tier_is_below_nothing(tmp_path):
-    with pytest.raises(ConfigurationError, match="below host memory"):
-        PrefixCachedGenerator(model(), device_blocks=8, offload="off", below=FileTier(str(tmp_path), TIER_BYTES))
-
-
-def test_another_generator_finds_the_prefix_in_a_store_that_both_share():
+def test_another_cache_finds_the_prefix_in_a_store_that_both_share():
     store = MemoryStore()
     first, again, other = (answered_from(store, model(seed=seed)) for seed in (0, 0, 1))
-    assert first.tier_hit_tokens == other.tier_hit_tokens == 0 < again.tier_hit_tokens
-    assert again.tokens == first.tokens
-    torch.testing.assert_close(again.first_logits, first.first_logits, rtol=1e-4, atol=1e-4)
-
-
-def answered_from(store, of, **said):
-    below = SharedTier(store, ask_seconds=10.0, **said)
-    options = dict(device_blocks=96, host_bytes=HOST_BYTES, offload="eager")
-    with PrefixCachedGenerator(of, below=below, **options) as generator:
-        return generator.answer(PROMPT, 4)
+    assert first[0] == other[0] == 0 < again[0]
+    assert_same(first, again)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from builtin_models import build_model
-from connector.transformers import PrefixCachedGenerator
+from connector.transformers import HostPrefixCache
 from connector.transformers.versions import FIRST, LAST, is_tested, warn_if_untested
 
 HOME = Path(__file__).parents[2]
@@ -39,13 +39,13 @@ def test_another_release_runs_with_one_warning(number, monkeypatch, caplog, warn
     monkeypatch.setattr(VERSION, number)
     model = build_model("full", hidden=32, layers=1)
     for _ in range(2):
-        PrefixCachedGenerator(model, device_blocks=4, offload="off").close()
+        HostPrefixCache(model, host_bytes="4MiB").close()
     assert [record.getMessage() for record in caplog.records if record.name == NAME] == [
-        f"PrefixCachedGenerator was tested with transformers 5.19 to 5.24; this is {number}"
+        f"HostPrefixCache was tested with transformers 5.19 to 5.24; this is {number}"
     ]
 
 
 def test_control_a_tested_release_runs_without_a_warning(monkeypatch, caplog, warns_again):
     monkeypatch.setattr(VERSION, "5.20.0")
-    PrefixCachedGenerator(build_model("full", hidden=32, layers=1), device_blocks=4, offload="off").close()
+    HostPrefixCache(build_model("full", hidden=32, layers=1), host_bytes="4MiB").close()
     assert [record for record in caplog.records if record.name == NAME] == []

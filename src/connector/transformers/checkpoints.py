@@ -24,8 +24,8 @@ from cpu_prefix_cache.deciding import (
 )
 
 # So few tokens take hardly longer in one forward pass than in each of two: a checkpoint between them is taken later.
-# With two, after 2,048 known tokens and 32 new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.3 to 1.4
-# times as long to the first token in the generator, and 1.8 to 1.9 times with a HostPrefixCache.
+# With two, after 2,048 known tokens and 32 new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.8 to 1.9
+# times as long to the first token.
 PUT_OFF_TOKENS = 32
 
 
@@ -39,6 +39,8 @@ class Snapshots(Protocol):
     def snapshot_states(self, out: torch.Tensor, row: int = 0) -> None: ...
 
     def restore_states(self, page: torch.Tensor) -> None: ...
+
+    def count(self, tokens: int) -> None: ...
 
 
 class PastCheckpoints:
@@ -104,12 +106,6 @@ class PastCheckpoints:
         self._pool.abort([node])
         return False
 
-    def drop(self, key: bytes) -> None:
-        """Withdraw the checkpoint of this chunk, if it is still cached."""
-        node = self._pool.find(checkpoint_key(key))
-        if node is not None:
-            self._pool.withdraw(node)
-
     def restore(self, state: Snapshots, node: int, boundary: int) -> None:
         """Restore a fresh `state` at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
         pieces: dict[int, list[torch.Tensor]] = {}
@@ -118,6 +114,7 @@ class PastCheckpoints:
             for at, blocks in zip(places, self._pool.checkpoints.pieces(node), strict=True):
                 pieces.setdefault(at.group, []).append(self._kv.read(blocks, self._num_bytes(at.group)))
         self._restore(state, boundary, pieces)
+        state.count(boundary)
 
     def _pieces(self, keys: Sequence[bytes], depth: int) -> dict[PieceAt, PieceNeed]:
         """The pieces of the checkpoint after `depth` chunks, each with the need by which another can share it."""

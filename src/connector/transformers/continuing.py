@@ -1,28 +1,26 @@
-"""Checks that a model can continue from a restored past, by running it with the layers its requests will use.
+"""Checks that a model can continue from a restored past, by running it with the layers that prompts will use.
 
 Some models cannot. A mask may look ahead; rotary factors may depend on the length of the whole prompt, which is not in
 a key; and some state layers (Mamba 1 in transformers) read their state only when one token follows, and ignore it when
 several do. Some keep a part of their past in their modules, where no snapshot finds it (RecurrentGemma). No list of
 model names would stay up to date, so each model is tested when it is loaded: the logits of 24 tokens at once, against
-those of 16, a snapshot, two other requests, a restore, and the other 8, at once and one by one. The same behind the
-end of the smallest window or attention chunk. Whether it can decode several requests together is tested in the same
-way, with two of different lengths.
+those of 16, a snapshot, two other prompts, a restore, and the other 8, at once and one by one. The same behind the end
+of the smallest window or attention chunk.
 """
 
 import enum
 from collections.abc import Iterator, Sequence
 
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.forward import ForwardPass, refusing
+from connector.transformers.held import Past
 from connector.transformers.layers import first_seen
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
-from connector.transformers.rows import BlockTable
-from connector.transformers.working import WorkingState
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import ChunkLocalGroup
 
 CUT, TAIL = 16, 8
 BLOCK_TOKENS = 8
@@ -61,6 +59,11 @@ def _check_continues(model: PreTrainedModel, past: ModelPast, max_model_len: int
             f"{name} rotates its keys by factors that change with the length of the prompt (longrope): "
             "what one prompt computed is wrong for a longer prompt with the same beginning"
         )
+    if ForwardPass(model).past_name == "cache_params":  # Mamba's own, before 5.24
+        raise ConfigurationError(
+            f"with transformers {transformers.__version__}, `generate` of {name} computes the whole prompt behind a "
+            "past: take 5.24"
+        )
     probe = _Probe(model, past)
     tolerance = TOLERANCE[model.dtype == torch.float32]
     one_by_one = probe.error([1] * TAIL)
@@ -86,60 +89,29 @@ def _behind_a_window(past: ModelPast) -> int:
     return (smallest // BLOCK_TOKENS + 2) * BLOCK_TOKENS if smallest <= LARGEST_WINDOW else 0
 
 
-@torch.inference_mode()
-def check_decodes_together(model: PreTrainedModel, past: ModelPast) -> None:
-    """Raise ConfigurationError for a model whose logits change where requests of other lengths are decoded with it."""
-    name = type(model).__name__
-    if any(isinstance(group.local, ChunkLocalGroup) for group in past.locals):
-        # transformers 5.19 leaves the mask out where fewer columns than a chunk are there and none of them is padding
-        raise ConfigurationError(
-            f"{name} attends in chunks (Llama 4), which transformers does not mask for requests of different lengths: "
-            "set batch_size to 1"
-        )
-    with refusing(model):
-        error = _Probe(model, past).error_together()
-    if not error <= TOLERANCE[model.dtype == torch.float32]:
-        raise ConfigurationError(
-            f"{name} cannot decode several requests together: its logits are off by {error:.1e} deviations; "
-            "set batch_size to 1"
-        )
-
-
 class _Probe:
     """A model, and its past after `cut` tokens, from which it can be continued repeatedly."""
 
     def __init__(self, model: PreTrainedModel, past: ModelPast, cut: int = CUT) -> None:
-        self._compute = ForwardPass(model)
-        self._model = model
-        self._past = past
-        self._cut = cut
+        self._compute, self._model, self._past, self._cut = ForwardPass(model), model, past, cut
         self._vocabulary = model.config.get_text_config().vocab_size
         self._ids = torch.arange(cut + TAIL, device=model.device)[None] % self._vocabulary
         whole = self._compute(self._ids, [0], DynamicCache(config=model.config), last=TAIL)
         self._whole = whole[0, -TAIL:].float()
-        self._num_blocks = -(-(cut + TAIL) // BLOCK_TOKENS)
-        self._kv = PagedKV(past, self._num_blocks, BLOCK_TOKENS, model.device)
-        begun = self._request(0)
-        self._run(begun, [cut])
+        self._blocks = range(cut // BLOCK_TOKENS)
+        self._kv = PagedKV(past, len(self._blocks), BLOCK_TOKENS, model.device)
+        begun = self._fresh()
+        self._compute(self._ids[:, :cut], [0], begun, last=1)
+        if past.full.num_bytes:
+            begun.write(self._blocks, 0)
         self._windows = [self._snapshot(begun, group) for group in past.locals]
         self._states = torch.empty(past.states.num_bytes, dtype=torch.uint8, device=model.device)
         begun.snapshot_states(self._states)
 
     def error(self, steps: Sequence[int]) -> float:
         """The largest error of the logits of the last TAIL tokens, in standard deviations, with these `steps`."""
-        logits = self._run(self._restored(self._states), steps)[0]
+        logits = self._continued(self._states, steps)
         return float((logits - self._whole).abs().max() / self._whole.std())
-
-    def error_together(self) -> float:
-        """The same where two requests go on together: one has had TAIL / 2 tokens more than the other."""
-        more = TAIL // 2
-        requests = [self._restored(self._states) for _ in range(2)]
-        self._run(requests[0], [1])
-        self._run(requests[1], [1] * (more + 1))
-        both = WorkingState.joined([(request, 0) for request in requests])
-        late, early = self._whole[1 + more :], self._whole[1 : TAIL - more]
-        off = self._run(both, [1] * (TAIL - more - 1)) - torch.stack([early, late])
-        return float(off.abs().max() / self._whole.std())
 
     def reads_states(self, tokens: int) -> bool:
         """Whether a forward pass of `tokens` tokens reads its states: NaN in them must appear in the logits.
@@ -147,44 +119,39 @@ class _Probe:
         Tested for states of convolutions and for the others. It needs no tolerance: in half precision, noise would hide
         a state that is not read.
         """
-        return all(bool(self._run(self._restored(page), [tokens]).isnan().any()) for page in self._pages_of_nan())
+        return all(bool(self._continued(page, [tokens]).isnan().any()) for page in self._pages_of_nan())
 
-    def _restored(self, states: torch.Tensor) -> WorkingState:
-        """A request at the cut, with these states, after others were computed."""
-        self._run_others()
-        request = self._request(self._cut)
+    def _continued(self, states: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """The logits [tokens, vocabulary] of the next tokens, with `steps` of them in each forward pass: from the cut,
+        with these states, after others were computed.
+        """
+        self._compute_others()
+        past, begin, logits = self._fresh(), self._cut, []
+        if self._past.full.num_bytes:
+            past.read(self._blocks)
         for group, snapshot in zip(self._past.locals, self._windows, strict=True):
-            request.restore_window(group, self._cut - len(snapshot), self._cut, snapshot)
-        request.restore_states(states)
-        return request
+            past.restore_window(group, begin - len(snapshot), begin, snapshot)
+        past.restore_states(states)
+        for step in steps:
+            logits.append(self._compute(self._ids[:, begin : begin + step], [begin], past, last=TAIL)[0].float())
+            begin += step
+        return torch.cat(logits)
 
-    def _run_others(self) -> None:
-        """Compute two other requests together: what a model keeps elsewhere than in its cache is theirs then."""
+    def _compute_others(self) -> None:
+        """Compute two other prompts together: what a model keeps elsewhere than in its cache is theirs then."""
         ids = self._ids[0, : CUT - 1]
         others = torch.stack([ids + 3, 5 * ids + 1]) % self._vocabulary
         self._compute(others, [0, 0], DynamicCache(config=self._model.config))
 
-    def _run(self, requests: WorkingState, steps: Sequence[int]) -> torch.Tensor:
-        """The logits [rows, tokens, vocabulary] of the next tokens, with `steps` of them in each forward pass."""
-        logits, rows = [], requests.rows
-        for step in steps:
-            ids = torch.stack([self._ids[0, begin : begin + step] for begin in rows.lengths])
-            rows.begin_forward(step, ids.device)
-            logits.append(self._compute(ids, rows.lengths, requests.cache, last=TAIL).float())
-            rows.end_forward()
-        return torch.cat(logits, dim=1)
+    def _fresh(self) -> Past:
+        return Past(self._model.config, self._past, self._kv, BLOCK_TOKENS)
 
-    def _request(self, length: int) -> WorkingState:
-        table = BlockTable(BLOCK_TOKENS)
-        table.blocks, table.length = list(range(self._num_blocks)), length
-        return WorkingState(self._past, self._kv, table)
-
-    def _snapshot(self, request: WorkingState, group: LocalGroup) -> torch.Tensor:
+    def _snapshot(self, past: Past, group: LocalGroup) -> torch.Tensor:
         """The tokens that a token at the cut can see, each as a block."""
         first = first_seen(group.local, self._cut)
         tokens = torch.empty(self._cut - first, group.token_bytes, dtype=torch.uint8, device=self._ids.device)
         for row, token in zip(tokens, range(first, self._cut), strict=True):
-            request.snapshot_window(group, token, token + 1, row)
+            past.snapshot_window(group, token, token + 1, row)
         return tokens
 
     def _pages_of_nan(self) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """One forward pass of a causal model over a past. Models differ in the arguments that they take.
 
-The rows of a past end in the same column (rows.py). The columns before the first token of a row are hidden by a mask,
-as `model.generate` hides the padding of a batch; where no row has any, there is no mask.
+The rows of a past end in the same column. The columns before the first token of a row are hidden by a mask, as
+`model.generate` hides the padding of a batch; where no row has any, there is no mask.
 """
 
 import inspect
@@ -40,9 +40,7 @@ class ForwardPass:
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         usual = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-        self._past_name = next(name for taken in (parameters, usual) for name in PAST_NAMES if name in taken)
-        self._takes = parameters.keys()
-        self._takes_any = takes_any
+        self.past_name = next(name for taken in (parameters, usual) for name in PAST_NAMES if name in taken)
         self._takes_positions = takes_any or "position_ids" in parameters
         self._keeps_logits = takes_any or "logits_to_keep" in parameters
 
@@ -54,7 +52,7 @@ class ForwardPass:
         """
         begins = torch.tensor(lengths, device=ids.device)[:, None]
         new, columns = ids.shape[1], max(lengths)
-        options: dict[str, Any] = {self._past_name: past}
+        options: dict[str, Any] = {self.past_name: past}
         if self._takes_positions:  # without them some models count from 0 again
             options["position_ids"] = begins + torch.arange(new, device=ids.device)
         if min(lengths) < columns:
@@ -63,12 +61,3 @@ class ForwardPass:
             options["logits_to_keep"] = last
         logits: torch.Tensor = self._model(ids, use_cache=True, **options).logits
         return logits
-
-    def ignores_zeros(self, name: str) -> bool:
-        """Whether zeros for the input `name`, in the shape of `input_ids`, change no logit; found by trying."""
-        if not self._takes_any and name not in self._takes:
-            return True
-        ids = torch.arange(2, device=self._model.device)[None]
-        with torch.inference_mode():
-            without, zeros = (self._model(ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
-        return bool(without.equal(zeros))

@@ -9,10 +9,11 @@ Everything is of one row. Beams and candidates, which `generate` makes of it, ha
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from connector.transformers.layers import first_seen
 from connector.transformers.paged import PagedKV, in_blocks
@@ -70,6 +71,20 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.cumulative_length, self._first = length, first
 
 
+class TokenCount(DynamicLayer):
+    """A layer of no model: how many tokens a past of states alone has. Their own layers do not know it, and `generate`
+    would compute all tokens again behind them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+        self.keys = self.values = torch.empty(1, 1, 0, 1)
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+
 class Past(DynamicCache):
     """`past_key_values` for one prompt, of which it holds the first `hit_tokens` tokens when it is handed out.
 
@@ -83,7 +98,9 @@ class Past(DynamicCache):
         self._config, self._past, self._kv, self._block_tokens, self._rows = config, past, kv, block_tokens, 1
         self._begun = 0  # tokens when it was handed out
         self._goes_on: Callable[[int], object] | None = None  # called once, before the first tokens behind it
+        self._count = None if past.has_attention else TokenCount()
         self._keep_whole_blocks()
+        self.layers += [] if self._count is None else [self._count]
 
     def hand_out(self, hit_tokens: int, device_hit_tokens: int, goes_on: Callable[[int], object]) -> None:
         """Nothing more is filled in. `goes_on` is called with how many tokens first come behind it."""
@@ -103,14 +120,18 @@ class Past(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._goes_on is not None:
-            goes_on, self._goes_on = self._goes_on, None
-            goes_on(key_states.shape[-2])
+        self._begin_behind(key_states.shape[-2])
         if len(key_states) > self._rows:  # `generate` makes several answers: what is here is the beginning of each
             self.batch_repeat_interleave(len(key_states) // self._rows)
             self._rows = len(key_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def count(self, tokens: int) -> None:
+        """So many tokens come behind, in a past of states alone."""
+        self._begin_behind(tokens)
+        if self._count is not None:
+            self._count.tokens += tokens
 
     def read(self, blocks: Sequence[int]) -> None:
         """Begin with the tokens of these blocks of full attention."""
@@ -168,6 +189,11 @@ class Past(DynamicCache):
             state = as_tensor(page[span], part.dtype).view(part.shape)
             set_state(self._linear(part), part.name, part.index, state)
 
+    def _begin_behind(self, tokens: int) -> None:
+        if self._goes_on is not None:
+            goes_on, self._goes_on = self._goes_on, None
+            goes_on(tokens)
+
     def _keep_whole_blocks(self) -> None:
         for index, layer in enumerate(self._past.layers):
             if layer.local is not None:
@@ -184,6 +210,13 @@ class Past(DynamicCache):
         if not isinstance(layer, LinearAttentionLayer):
             raise MisuseError(f"layer {part.layer} has no states")
         return layer
+
+
+def count_tokens(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+    """Count what `model` is about to compute behind a past. A hook of models that keep states alone."""
+    past = next((value for value in options.values() if isinstance(value, Past)), None)
+    if past is not None:
+        past.count((arguments[0] if arguments else options["input_ids"]).shape[1])
 
 
 def attention(layer: object) -> CacheLayerMixin:

@@ -24,7 +24,7 @@ from connector.transformers.changes import Weights
 from connector.transformers.checkpoints import PUT_OFF_TOKENS, PastCheckpoints
 from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.forward import ForwardPass
-from connector.transformers.held import Past
+from connector.transformers.held import Past, count_tokens
 from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
@@ -140,10 +140,13 @@ class HostPrefixCache:
         )
         self._host.prepare()
         take_in(self._host)
+        counted = [] if self._past.has_attention else [model]
+        self._hooks = [each.register_forward_pre_hook(count_tokens, with_kwargs=True) for each in counted]
         self._lock = threading.RLock()
         self._weights = Weights(model, self.reset)
         self._resets = self._served = 0
-        self._is_closed = False
+        self._dtype, self._is_closed = model.dtype, False
+        self._last_statistics: HostStatistics | None = None  # of a closed one
 
     @contextmanager
     def past(self, input_ids: torch.Tensor | Sequence[int], *, next_use: float | None = None) -> Iterator[Past]:
@@ -172,7 +175,7 @@ class HostPrefixCache:
 
     def statistics(self) -> HostStatistics:
         with self._lock:
-            return self._host.statistics()
+            return self._last_statistics or self._host.statistics()
 
     def reset(self) -> None:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
@@ -194,10 +197,16 @@ class HostPrefixCache:
     def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. May be called again."""
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
+            for hook in self._hooks:
+                hook.remove()
             try:
                 self._host.close()
             finally:
+                self._last_statistics = self._host.statistics()
+                del self._host  # which has views of the device's blocks
                 self._kv.release()
 
     def __enter__(self) -> Self:
@@ -387,6 +396,8 @@ class HostPrefixCache:
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the cache is closed: make another one")
+        if self.model.dtype != self._dtype:
+            raise MisuseError(f"the model was cast to {self.model.dtype}, and its blocks are not: make another cache")
 
 
 def _usual_device_bytes(planner: HybridChunkPlanner, max_model_len: int, block_bytes: int, host_bytes: int) -> int:

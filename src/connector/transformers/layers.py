@@ -10,15 +10,11 @@ Any other kind (static, quantized, compressed, indexed, ...) raises Configuratio
 it as one of these would silently give wrong results.
 """
 
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -26,14 +22,11 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from connector.transformers.rows import Rows
-from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import ChunkLocalGroup, WindowGroup
 
 # A layer that keeps nothing. 5.19 has no kind for it: there such a layer is a state layer, and stays without a state.
 NothingLayer: type[Any] = vars(cache_utils).get("DummyLayer", LinearAttentionLayer)
-
-
 # Attention to a limited number of past tokens, as a group in blocks of one token whose bytes are not known yet.
 Local = WindowGroup | ChunkLocalGroup
 
@@ -58,6 +51,10 @@ class LayerPast:
 def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
     """Sort the layers of `model` by what each keeps. Raises ConfigurationError for a kind that is not known here."""
     name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ConfigurationError(f"{name} has an encoder: prefixes are cached of causal models, which have none")
+    if not model.can_generate():
+        raise ConfigurationError(f"{name} has no head to generate with: load it by AutoModelForCausalLM")
     try:
         layers = DynamicCache(config=model.config).layers
     except KeyError as error:
@@ -91,126 +88,3 @@ def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
 def _local(kind: type[Local], layer: DynamicSlidingWindowLayer) -> Local:
     tokens = layer.sliding_window
     return kind(name=f"{kind.kind}-{tokens}", block_tokens=1, block_bytes=1, window_tokens=tokens)
-
-
-class LocalLayer(CacheLayerMixin):
-    """One layer of local attention: keys and values of the recent tokens of each row, [rows, columns, heads, width].
-
-    Unlike transformers' layer it keeps whole blocks: after a forward pass, all tokens from the first block that the
-    next token can see, and all that the pass computed. So the blocks of a checkpoint can be taken at any boundary,
-    after prefill chunks of any length, and a block has the same bytes whenever it is taken.
-    """
-
-    is_sliding = True
-
-    def __init__(self, local: Local, rows: Rows) -> None:
-        super().__init__()
-        self.sliding_window = local.window_tokens
-        self._local = local
-        self._rows = rows
-        self._firsts = [0] * len(rows)  # the first token of each row that is held
-        self._keys = self._values = torch.empty(0)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._keys, self._values = (states[:, :, :0].transpose(1, 2) for states in (key_states, value_states))
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        seen, start = self._column(self._seen()), self._start
-        kept = max(start, self._column([first - first % self._block_tokens for first in self._seen()]))
-        self._keys = torch.cat([self._keys[:, kept - start :], key_states.transpose(1, 2)], dim=1)
-        self._values = torch.cat([self._values[:, kept - start :], value_states.transpose(1, 2)], dim=1)
-        self._firsts = [max(first, kept - pad) for first, pad in zip(self._firsts, self._rows.pads, strict=True)]
-        return self._keys[:, seen - kept :].transpose(1, 2), self._values[:, seen - kept :].transpose(1, 2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = self._column(self._seen())
-        return self._rows.columns - seen + query_length, seen
-
-    def get_seq_length(self) -> int:
-        return self._rows.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def held(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of K and V of the tokens [first, end) of a row, each [tokens, heads, width].
-
-        Raises MisuseError if they are not held.
-        """
-        length = self._rows.lengths[row]
-        if not self._firsts[row] <= first < end <= length:
-            raise MisuseError(f"asked for the tokens [{first}, {end}), but [{self._firsts[row]}, {length}) are held")
-        return self._held(row, first, end)
-
-    def restore(self, first: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Continue a single row at position `length` with the tokens [first, length), given as [tokens, heads, width].
-
-        Raises MisuseError if the layer is not fresh, or a token at `length` can see tokens before `first`.
-        """
-        if self.is_initialized or first > first_seen(self._local, length):
-            raise MisuseError(
-                f"a fresh layer at {length} needs the tokens from {first_seen(self._local, length)}; "
-                f"got those from {first}{', in a layer that is not fresh' if self.is_initialized else ''}"
-            )
-        self._keys, self._values, self._firsts = keys[None], values[None], [first]
-        self.is_initialized = True
-
-    def join(self, sources: Sequence[tuple["LocalLayer", int]]) -> None:
-        """Begin with these rows of other layers."""
-        self._firsts = [layer._firsts[at] for layer, at in sources]
-        held = [layer._held(at, layer._firsts[at], layer._rows.lengths[at]) for layer, at in sources]
-        columns = self._rows.columns - self._start
-        self._keys, self._values = (_aligned(rows, columns) for rows in zip(*held, strict=True))
-        self.is_initialized = True
-
-    @property
-    def _block_tokens(self) -> int:
-        return self._rows.tables[0].block_tokens
-
-    @property
-    def _start(self) -> int:
-        """The first column that is held."""
-        return self._column(self._firsts)
-
-    def _seen(self) -> list[int]:
-        """The first token of each row that its next one can see."""
-        return [first_seen(self._local, length) for length in self._rows.lengths]
-
-    def _column(self, tokens: Sequence[int]) -> int:
-        """The first column that has one of these tokens, one of each row."""
-        return min(map(operator.add, self._rows.pads, tokens))
-
-    def _held(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        before = self._start - self._rows.pads[row]
-        part = slice(first - before, end - before)
-        return self._keys[row, part], self._values[row, part]
-
-
-class FullAndStateLayer(LinearAttentionAndFullAttentionLayer):
-    """A layer with full attention and states: transformers' class keeps the states, `full` the keys and values."""
-
-    def __init__(self, full: CacheLayerMixin, states: int) -> None:
-        super().__init__(number_of_states=states)
-        self.full = full
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.full.update(key_states, value_states)
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return int(self.full.get_seq_length())
-
-
-def _aligned(rows: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
-    """`rows`, each [tokens, heads, width], with their ends in one column: [rows, columns, heads, width]."""
-    joined = rows[0].new_zeros(len(rows), columns, *rows[0].shape[1:])
-    for row, tokens in zip(joined, rows, strict=True):
-        row[columns - len(tokens) :] = tokens
-    return joined

@@ -91,11 +91,7 @@ class ModelPast:
             if local is not None
         )
         self.states = Parts(part for part in parts if part.name in ("conv", "recurrent"))
-
-    def num_layers(self) -> list[int]:
-        """The number of layers with full attention, in each local group, and with states, without zeros."""
-        groups = [self.full, *(local.parts for local in self.locals), self.states]
-        return [len({part.layer for part in parts}) for parts in groups if parts.num_bytes]
+        self.has_attention = bool(attention)
 
 
 @torch.inference_mode()
@@ -115,7 +111,7 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart
             if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
                 raise ConfigurationError(
                     f"{type(model).__name__} keeps the past of its layer {index} outside transformers' Cache, or keeps "
-                    "none: there is nothing that this generator could cache"
+                    "none: there is nothing to cache"
                 )
             for name, each in (("keys", layer.keys), ("values", layer.values)):
                 parts.append(PastPart(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))

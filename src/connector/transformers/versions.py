@@ -1,4 +1,4 @@
-"""The releases of transformers that the generator is tested with. Others run with a warning: each model is tried when
+"""The releases of transformers that HostPrefixCache is tested with. Others run with a warning: each model is tried when
 it is loaded, but names and kinds of layers change.
 """
 
@@ -27,4 +27,4 @@ def warn_if_untested() -> None:
     """Warn if this release of transformers is outside the tested range."""
     number = transformers.__version__
     if not is_tested(number):
-        logger.warning("PrefixCachedGenerator was tested with transformers %s; this is %s", RANGE, number)
+        logger.warning("HostPrefixCache was tested with transformers %s; this is %s", RANGE, number)
