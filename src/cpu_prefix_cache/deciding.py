@@ -28,7 +28,7 @@ from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Request
-from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.messages.sizes import check_whole, num_bytes, parse_bytes
 from cpu_prefix_cache.messages.stats import CacheStatistics, HintStatistics, PoolStatistics
 from cpu_prefix_cache.messages.tier import BlockName
 from cpu_prefix_cache.model.codec import CODECS, RAW, Codec, codec_of
@@ -47,6 +47,8 @@ from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.pool.notes import Notes
+from cpu_prefix_cache.pool.placement import Placement
+from cpu_prefix_cache.pool.taken import TakenCheckpoints
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
 from cpu_prefix_cache.tiers.keyed_tier import JobEnded, KeyedTier
 from cpu_prefix_cache.tiers.tier_cache import TierCache
@@ -90,6 +92,7 @@ __all__ = [
     "PieceAt",
     "PieceNeed",
     "Pin",
+    "Placement",
     "Places",
     "PoolExhausted",
     "PoolStatistics",
@@ -103,16 +106,19 @@ __all__ = [
     "Resolved",
     "StateGroup",
     "StepPlan",
+    "TakenCheckpoints",
     "TierCache",
     "TieredCache",
     "TransferPlan",
     "USUAL_BYTES_PER_SECOND",
     "WindowGroup",
+    "check_whole",
     "checkpoint_key",
     "codec_of",
     "conversation_bytes",
     "describe",
     "new_pool",
+    "num_bytes",
     "parse_bytes",
     "policy_of",
     "seconds_saved",

@@ -28,11 +28,9 @@ from connector.transformers.held import Past, count_tokens
 from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
-from connector.transformers.placement import Placement
 from connector.transformers.prompts import PromptRefused, padding_of, placeholders
 from connector.transformers.steps import copy_all, take_in
 from connector.transformers.versions import warn_if_untested
-from connector.transformers.whole_numbers import check_whole, num_bytes
 from cpu_prefix_cache import (
     ChainHasher,
     ConfigurationError,
@@ -45,7 +43,16 @@ from cpu_prefix_cache import (
     Pending,
     SharedTier,
 )
-from cpu_prefix_cache.deciding import HybridChunkPlanner, KVCacheCoordinator, PooledDevice, PoolExhausted, new_pool
+from cpu_prefix_cache.deciding import (
+    HybridChunkPlanner,
+    KVCacheCoordinator,
+    Placement,
+    PooledDevice,
+    PoolExhausted,
+    check_whole,
+    new_pool,
+    num_bytes,
+)
 
 CHECKPOINTS = 4  # of windows and states that device blocks have room for beside a prompt
 SHARE_OF_HOST = 4  # device blocks take at most one part in so many of host memory, where nothing else is given

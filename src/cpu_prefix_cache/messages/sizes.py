@@ -1,6 +1,8 @@
-"""Numbers of bytes, as people write them."""
+"""Options that are numbers, as people write them: whole ones, and of bytes."""
 
+import operator
 import re
+from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -21,3 +23,26 @@ def parse_bytes(text: str) -> int:
         )
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** POWERS.get(prefix or "", 0))
+
+
+def num_bytes(name: str, size: int | str) -> int:
+    """An option as a number of bytes: a number, or a text such as "2GiB". Raises ConfigurationError for others."""
+    if isinstance(size, str):
+        return parse_bytes(size)
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise ConfigurationError(
+            f'{name} must be a whole number of bytes, or a text such as "2GiB"; got {size!r}'
+        ) from None
+
+
+def check_whole(**options: Any) -> None:
+    """Raise ConfigurationError for an option that is neither a whole number nor None."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        try:
+            operator.index(value)
+        except TypeError:
+            raise ConfigurationError(f"{name} must be a whole number, got {value!r}") from None

@@ -1,4 +1,4 @@
-"""The beginning of a prompt in the device pool, while it is copied.
+"""The beginning of a prompt in an engine's own pool, while it is copied.
 
     found        chunks that the pool has under the prompt's keys, up to a boundary to resume from; pinned
     allocated    the chunks behind them, which a load fills, or what has been computed
@@ -8,10 +8,12 @@ What is still allocated at the end is given back.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
-from connector.transformers.checkpoints import PastCheckpoints, Snapshots
-from cpu_prefix_cache.deciding import BlockPool, InternalError, KVCacheCoordinator, PoolExhausted
+from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
+from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.pool.taken import TakenCheckpoints
 
 
 class Placement:
@@ -51,7 +53,7 @@ class Placement:
 
     # A load
 
-    def room(self, checkpoints: PastCheckpoints, n0: int, boundary: int) -> Sequence[Sequence[int]] | None:
+    def room(self, checkpoints: TakenCheckpoints, n0: int, boundary: int) -> Sequence[Sequence[int]] | None:
         """Allocate what a load of [n0, boundary) fills, in the order of the groups; None if there is no room."""
         start, stop = n0 // self._grid, boundary // self._grid
         try:
@@ -65,7 +67,7 @@ class Placement:
                 return None
         return self._coordinator.destinations(self._chunks[start:stop], start, stop, self._filling)
 
-    def loaded(self, length: int, boundary: int, checkpoints: PastCheckpoints) -> None:
+    def loaded(self, length: int, boundary: int, checkpoints: TakenCheckpoints) -> None:
         """The load of tokens up to `boundary` has ended, and there are `length`: fewer if it has failed."""
         if length == boundary:
             self.commit(boundary)
@@ -101,9 +103,9 @@ class Placement:
         if stop:
             self._repin(self._chunks[stop - 1])
 
-    def take_checkpoint(self, checkpoints: PastCheckpoints, past: Snapshots, tokens: int) -> None:
-        """Keep the windows and states of a past that has so many tokens, all committed."""
-        node = checkpoints.take(past, 0, self._keys, tokens)
+    def take_checkpoint(self, checkpoints: TakenCheckpoints, state: Any, tokens: int) -> None:
+        """Keep the windows and states of a request that has so many tokens, all committed."""
+        node = checkpoints.take(state, 0, self._keys, tokens)
         if node is not None:
             chunk = tokens // self._grid - 1
             checkpoints.commit(node, self._keys[chunk], self._chunks[chunk], self._touch)
