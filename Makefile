@@ -67,7 +67,7 @@ test-pythons:
 test-vllm: $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests_vllm
 
-# The generator with the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
+# Pasts for the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
 # of its own) the newest that there is, whatever it does.
 HF_PIN := constraints-transformers-newest.txt
 test-transformers: $(HF_VENV)/installed

@@ -1,5 +1,5 @@
-"""The releases of transformers that HostPrefixCache is tested with. Others run with a warning: each model is tried when
-it is loaded, but names and kinds of layers change.
+"""The tested releases of transformers. Others run with a warning: each model is tried when its cache is made, but names
+and kinds of layers change.
 """
 
 import logging
@@ -10,10 +10,8 @@ import transformers
 
 logger = logging.getLogger(__name__)
 
-Release = tuple[int, int]
-FIRST: Release = (5, 19)  # of constraints.txt
-LAST: Release = (5, 24)  # of constraints-transformers-newest.txt
-RANGE = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+FIRST = (5, 19)  # of constraints.txt
+LAST = (5, 24)  # of constraints-transformers-newest.txt
 
 
 def is_tested(number: str) -> bool:
@@ -24,7 +22,6 @@ def is_tested(number: str) -> bool:
 
 @cache  # once in a process
 def warn_if_untested() -> None:
-    """Warn if this release of transformers is outside the tested range."""
-    number = transformers.__version__
-    if not is_tested(number):
-        logger.warning("HostPrefixCache was tested with transformers %s; this is %s", RANGE, number)
+    if not is_tested(number := transformers.__version__):
+        span = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+        logger.warning("HostPrefixCache was tested with transformers %s; this is %s", span, number)
