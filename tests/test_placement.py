@@ -25,8 +25,8 @@ class Written(TakenCheckpoints):
         super().__init__(coordinator)
         self.written = []
 
-    def write(self, state, row, depth, node):
-        self.written.append((state, row, depth, self._pool.checkpoints.to_write(node)))
+    def write(self, state, depth, node):
+        self.written.append((state, depth, self._pool.checkpoints.to_write(node)))
         if state == "interrupted":
             raise KeyboardInterrupt
 
@@ -63,7 +63,7 @@ def free_blocks(engine):
 
 def test_a_prompt_is_found_where_its_state_was_kept(engine):
     computed(engine, 48)
-    assert [each[:3] for each in engine[1].written] == [("of the request", 0, 3)]
+    assert [each[:2] for each in engine[1].written] == [("of the request", 3)]
     with place(engine) as prompt:
         assert prompt.length == 48 and len(prompt.blocks()) == 3
     assert free_blocks(engine) == NUM_BLOCKS - 4

@@ -1,9 +1,8 @@
 """Checkpoints in device blocks: windows and states of a past as plain bytes, written and restored."""
 
-from typing import Protocol
-
 import torch
 
+from connector.transformers.held import Past
 from connector.transformers.paged import PagedKV
 from connector.transformers.past import LocalGroup, ModelPast
 from cpu_prefix_cache.deciding import KVCacheCoordinator, TakenCheckpoints
@@ -12,20 +11,6 @@ from cpu_prefix_cache.deciding import KVCacheCoordinator, TakenCheckpoints
 # With two, after 2,048 known tokens and 32 new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.8 to 1.9
 # times as long to the first token.
 PUT_OFF_TOKENS = 32
-
-
-class Snapshots(Protocol):
-    """A past of which a row's windows and states are copied out, or in where it is fresh, behind so many tokens."""
-
-    def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor, row: int = 0) -> None: ...
-
-    def restore_window(self, group: LocalGroup, first: int, length: int, blocks: torch.Tensor) -> None: ...
-
-    def snapshot_states(self, out: torch.Tensor, row: int = 0) -> None: ...
-
-    def restore_states(self, page: torch.Tensor) -> None: ...
-
-    def count(self, tokens: int) -> None: ...
 
 
 class PastCheckpoints(TakenCheckpoints):
@@ -38,8 +23,8 @@ class PastCheckpoints(TakenCheckpoints):
             None if group.is_prefix or group.is_state else next(locals_) for group in kv.groups
         ]
 
-    def restore(self, state: Snapshots, node: int, boundary: int) -> None:
-        """Restore a fresh `state` at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
+    def restore(self, past: Past, node: int, boundary: int) -> None:
+        """Restore a fresh past at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
         pieces: dict[int, list[torch.Tensor]] = {}
         if self.are_needed(boundary):
             places = self._planner.checkpoint(boundary // self._planner.grid_tokens)
@@ -50,26 +35,26 @@ class PastCheckpoints(TakenCheckpoints):
             if local is not None:
                 blocks_of_it = torch.stack(found) if found else self._kv.region[:0]
                 first = boundary - len(found) * self._kv.groups[group].block_tokens
-                state.restore_window(local, first, boundary, blocks_of_it)
+                past.restore_window(local, first, boundary, blocks_of_it)
             elif self._kv.groups[group].is_state:
-                state.restore_states(found[0])
-        state.count(boundary)
+                past.restore_states(found[0])
+        past.count(boundary)
 
-    def write(self, state: Snapshots, row: int, depth: int, node: int) -> None:
+    def write(self, state: Past, depth: int, node: int) -> None:
         to_write = self._pool.checkpoints.to_write(node)
         for at, blocks in zip(self._planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
                 tokens = self._kv.groups[at.group].block_tokens
                 first = at.chunk * self._planner.grid_tokens + at.block * tokens
-                self._kv.write(blocks, self._snapshot(state, row, at.group, first, first + tokens))
+                self._kv.write(blocks, self._snapshot(state, at.group, first, first + tokens))
 
-    def _snapshot(self, state: Snapshots, row: int, group: int, first: int, end: int) -> torch.Tensor:
+    def _snapshot(self, past: Past, group: int, first: int, end: int) -> torch.Tensor:
         piece = torch.empty(self._num_bytes(group), dtype=torch.uint8, device=self._kv.region.device)
         local = self._locals[group]
         if local is None:
-            state.snapshot_states(piece, row)
+            past.snapshot_states(piece)
         else:
-            state.snapshot_window(local, first, end, piece, row)
+            past.snapshot_window(local, first, end, piece)
         return piece
 
     def _num_bytes(self, group: int) -> int:

@@ -105,7 +105,7 @@ class Placement:
 
     def take_checkpoint(self, checkpoints: TakenCheckpoints, state: Any, tokens: int) -> None:
         """Keep the windows and states of a request that has so many tokens, all committed."""
-        node = checkpoints.take(state, 0, self._keys, tokens)
+        node = checkpoints.take(state, self._keys, tokens)
         if node is not None:
             chunk = tokens // self._grid - 1
             checkpoints.commit(node, self._keys[chunk], self._chunks[chunk], self._touch)

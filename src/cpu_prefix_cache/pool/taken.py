@@ -27,8 +27,8 @@ class TakenCheckpoints(ABC):
         self._pool = coordinator.pool
 
     @abstractmethod
-    def write(self, state: Any, row: int, depth: int, node: int) -> None:
-        """Write the pieces of `node` that are new, of one row of what the engine calls its state, after `depth` chunks.
+    def write(self, state: Any, depth: int, node: int) -> None:
+        """Write the pieces of `node` that are new, out of what the engine gave to `take`, after `depth` chunks.
 
         They are those of `pool.checkpoints.to_write(node)`, in the order of `planner.checkpoint(depth)`.
         """
@@ -56,8 +56,8 @@ class TakenCheckpoints(ABC):
                 wanted.append(need if need in missing else PieceNeed((mine, need.key), need.num_blocks))
         return self._allocate(wanted)
 
-    def take(self, state: Any, row: int, keys: Sequence[bytes], boundary: int) -> int | None:
-        """Write a row's checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
+    def take(self, state: Any, keys: Sequence[bytes], boundary: int) -> int | None:
+        """Write the checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
 
         Returns None if the checkpoint is cached already, or the pool has no room for it.
         """
@@ -68,7 +68,7 @@ class TakenCheckpoints(ABC):
         if node is None:
             return None
         try:
-            self.write(state, row, depth, node)
+            self.write(state, depth, node)
         except BaseException:  # also after an interrupt no block may stay allocated
             self._pool.abort([node])
             raise
