@@ -95,6 +95,18 @@ def test_a_load_fills_chunks_and_a_state_or_fails(engine, is_loaded):
     assert free_blocks(engine) == NUM_BLOCKS - (3 if is_loaded else 0)
 
 
+def test_a_state_is_loaded_beside_chunks_that_are_there(engine):
+    """It was evicted, and they were not. The load brings all of them once more."""
+    with place(engine) as prompt:
+        prompt.grow(48)
+        prompt.commit(48)
+    with place(engine) as prompt:
+        chunks, _ = prompt.room(engine[1], 0, 48)
+        prompt.loaded(48, 48, engine[1])
+        assert prompt.length == 48 and not set(prompt.blocks()) & set(chunks)
+    assert free_blocks(engine) == NUM_BLOCKS - 4
+
+
 def test_where_there_is_no_room_nothing_is_taken(engine):
     computed(engine, 64)
     with place(engine) as prompt:

@@ -112,6 +112,20 @@ def test_a_failed_load_leaves_the_checkpoints_of_others_as_they_are(family):
     assert pair.is_at_rest()
 
 
+@modes
+@pytest.mark.parametrize("family", WITH_CHECKPOINTS)
+def test_a_checkpoint_that_only_the_host_has_is_loaded_beside_chunks_of_the_device(family, mode):
+    pair, whole = Pair(family, mode), document(1, 90)
+    pair.ask_right(whole)
+    pair.evict_all()
+    pair.ask_right(whole)
+    pool, keys = pair.cache._pool, pair.cache._hasher.keys(whole)
+    pool.withdraw(pool.find(checkpoint_key(keys[4])))
+    again = pair.ask_right(whole)
+    assert again.hit_tokens == 80 > again.device_hit_tokens
+    assert pair.is_at_rest()
+
+
 class FailingLoads(MeddlingCopier):
     """Its loads raise."""
 

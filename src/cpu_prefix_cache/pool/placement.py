@@ -82,10 +82,7 @@ class Placement:
     def grow(self, tokens: int) -> None:
         """Find or allocate the chunks of the first `tokens` tokens. Raises PoolExhausted."""
         stop = tokens // self._grid
-        found = self._pool.resident_run(self._keys, self._committed, stop)
-        if found > self._committed:
-            self._repin(self._deepest(found))
-            self._chunks, self._committed = self._pool.path(self._deepest(found), found), found
+        self._share(stop)
         if stop > len(self._chunks):
             self._chunks += self._pool.allocate(stop - len(self._chunks))
 
@@ -94,8 +91,13 @@ class Placement:
         return self._pool.blocks_of(self._chunks[self._committed :]), self._committed * self._grid
 
     def commit(self, tokens: int) -> None:
-        """Commit the chunks of the first `tokens` tokens, which have been written."""
-        begin, stop = self._committed, tokens // self._grid
+        """Commit the chunks of the first `tokens` tokens, which have been written.
+
+        Of those that the pool has already it keeps its own: where only their checkpoint was missing, all were loaded.
+        """
+        stop = tokens // self._grid
+        self._share(stop)
+        begin = self._committed
         if begin < stop:
             parent = self._chunks[begin - 1] if begin else self._pool.root
             self._pool.commit(self._chunks[begin:stop], self._keys[begin:stop], parent, self._touch)
@@ -111,6 +113,15 @@ class Placement:
             checkpoints.commit(node, self._keys[chunk], self._chunks[chunk], self._touch)
 
     # Details
+
+    def _share(self, stop: int) -> None:
+        """Use the chunks before `stop` that the pool has by now, in place of those that were allocated for them."""
+        found = self._pool.resident_run(self._keys, self._committed, stop)
+        if found > self._committed:
+            self._repin(self._deepest(found))
+            self._pool.abort(self._chunks[self._committed : found])
+            self._chunks[:found] = self._pool.path(self._deepest(found), found)
+            self._committed = found
 
     def _deepest(self, depth: int) -> int:
         node = self._pool.find(self._keys[depth - 1])
