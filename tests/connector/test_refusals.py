@@ -13,6 +13,8 @@ from transformers import (
     MambaForCausalLM,
     MiniMaxConfig,
     MiniMaxForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     Phi3Config,
@@ -76,6 +78,12 @@ def test_a_model_whose_past_is_of_another_kind_is_refused(model, sentence):
     torch.manual_seed(0)
     with pytest.raises(ConfigurationError, match=sentence):
         HostPrefixCache(model(), host_bytes=1 << 22)
+
+
+def test_a_model_that_generates_without_a_cache_is_refused():
+    model = MptForCausalLM(MptConfig(vocab_size=320, d_model=64, n_heads=4, n_layers=2))
+    with pytest.raises(ConfigurationError, match=r"use_cache=False, .*set model\.generation_config\.use_cache = True"):
+        HostPrefixCache(model, host_bytes=1 << 22, max_model_len=64)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
         raise ConfigurationError(f"{name} has an encoder: prefixes are cached of causal models, which have none")
     if not model.can_generate():
         raise ConfigurationError(f"{name} has no head to generate with: load it by AutoModelForCausalLM")
+    if model.generation_config is not None and model.generation_config.use_cache is False:
+        raise ConfigurationError(
+            f"{name} generates with use_cache=False, and would compute all tokens again behind a past: set "
+            "model.generation_config.use_cache = True"
+        )
     try:
         layers = DynamicCache(config=model.config).layers
     except KeyError as error:
