@@ -4,6 +4,9 @@ Logits of every step are equal within 1e-4 of their deviation, tokens are equal.
 zeroed while it is loaded, and the comparison fails.
 """
 
+import contextlib
+import inspect
+import sys
 import threading
 from functools import cache
 from math import ceil
@@ -12,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefused
+from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefused, host_prefix_cache
 from connector.transformers.paged import block_bytes, groups_of
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, MisuseError
 from cpu_prefix_cache.testing import CorruptingCopier
@@ -312,9 +315,9 @@ def test_a_prompt_longer_than_the_device_is_computed(family):
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [[1, 2], [3, 4]], [0.5, 1.0], [-1, 3], [10**6], [True, False], list(range(9)) * 200]
+    "prompt", [[], [[1, 2], [3]], [[[1]]], [0.5, 1.0], [-1, 3], [10**6], [True, False], list(range(9)) * 200]
 )
-def test_other_than_one_prompt_of_the_model_is_refused(prompt):
+def test_other_than_prompts_of_the_model_is_refused(prompt):
     with cache_of("llama") as cache, pytest.raises(PromptRefused), cache.past(prompt):
         pass
 
@@ -347,6 +350,62 @@ def test_a_past_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
                 pass
         check_at_rest(cache)
         assert asked_right(cache, "gemma3", prompt).hit_tokens == 80
+
+
+class Interrupt:
+    """KeyboardInterrupt, once, where a function that a method of HostPrefixCache calls begins or ends: at one such
+    place, by `number`. Python lets none come between a `with` and what enters or leaves it, nor at a `yield`.
+    """
+
+    def __init__(self, number):
+        self.left, self.is_over = number, False
+
+    def __enter__(self):
+        sys.settrace(self._begins)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _begins(self, frame, event, value):
+        is_yielding = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if is_yielding or frame.f_code.co_name in ("__enter__", "__exit__"):
+            return None
+        if not self._is_ours(frame.f_back):
+            return None
+        self._come()
+        return self._ends
+
+    def _ends(self, frame, event, value):
+        if event == "return":
+            self._come()
+        return self._ends
+
+    def _is_ours(self, frame):
+        return frame is not None and frame.f_code.co_filename == host_prefix_cache.__file__
+
+    def _come(self):
+        self.left -= 1
+        if self.left < 0 and not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_interrupt_before_a_past_is_handed_out_leaves_nothing_behind(family):
+    prompt, interrupts = document(1, 90), 0
+    with hit_of(family, prompt) as cache:
+        is_over = True
+        while is_over:
+            interrupt, manager = Interrupt(interrupts), cache.past(prompt)
+            with contextlib.suppress(KeyboardInterrupt):
+                with interrupt:
+                    manager.__enter__()
+                manager.__exit__(None, None, None)
+            is_over = interrupt.is_over
+            interrupts += is_over
+            check_at_rest(cache)
+        assert interrupts > 50
+        assert asked_right(cache, family, prompt).hit_tokens == 80
 
 
 # Other than the key says

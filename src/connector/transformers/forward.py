@@ -5,7 +5,7 @@ The rows of a past end in the same column. The columns before the first token of
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from cpu_prefix_cache import ConfigurationError, PrefixCacheError
 
 # What a model's parameter for the past may be called: in transformers 5.24 always `cache`, before it one of the others.
 PAST_NAMES = ("cache", "cache_params", "past_key_values")
+NO_OTHERS: Mapping[str, torch.Tensor] = {}
 
 
 @contextmanager
@@ -44,15 +45,23 @@ class ForwardPass:
         self._takes_positions = takes_any or "position_ids" in parameters
         self._keeps_logits = takes_any or "logits_to_keep" in parameters
 
-    def __call__(self, ids: torch.Tensor, lengths: Sequence[int], past: Cache, last: int = 0) -> torch.Tensor:
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        lengths: Sequence[int],
+        past: Cache,
+        last: int = 0,
+        others: Mapping[str, torch.Tensor] = NO_OTHERS,
+    ) -> torch.Tensor:
         """Compute the tokens `ids`, [rows, tokens], each row after the `lengths` tokens that `past` has of it.
+        `others` stand for some of them, as images do.
 
         Returns the logits, [rows, tokens, vocabulary]; with `last` most models return those of the last so many tokens
         alone.
         """
         begins = torch.tensor(lengths, device=ids.device)[:, None]
         new, columns = ids.shape[1], max(lengths)
-        options: dict[str, Any] = {self.past_name: past}
+        options: dict[str, Any] = {self.past_name: past, **others}
         if self._takes_positions:  # without them some models count from 0 again
             options["position_ids"] = begins + torch.arange(new, device=ids.device)
         if min(lengths) < columns:

@@ -2,7 +2,7 @@
 
     past      a prompt's longest known beginning is brought into device blocks and copied into a transformers' cache.
               Where the model has windows or states, the prompt is computed up to the boundaries at which they are to be
-              kept, because they are not known later
+              kept, because they are not known later. In a batch, each row is computed up to the column of the furthest
     generate  anything that takes `past_key_values`: beams, streamers, processors are transformers' own
     end       what has been computed of the prompt is copied into device blocks under the keys of its tokens; what these
               held goes to host memory
@@ -12,24 +12,25 @@ Device blocks are held while something is copied, not while a model computes. Th
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from connector.transformers.changes import Weights
 from connector.transformers.checkpoints import PUT_OFF_TOKENS, PastCheckpoints
-from connector.transformers.continuing import Continuation, check_continues
+from connector.transformers.continuing import TAIL, Continuation, check_continues
 from connector.transformers.forward import ForwardPass
 from connector.transformers.held import Past, count_tokens
 from connector.transformers.identity import Revisions, longest, named
+from connector.transformers.inputs import InputReader, Row, token_ids
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
-from connector.transformers.prompts import PromptRefused, padding_of, placeholders
 from connector.transformers.steps import copy_all, take_in
+from connector.transformers.tried import check_positions, try_batch, try_images
 from connector.transformers.versions import warn_if_untested
 from cpu_prefix_cache import (
     ChainHasher,
@@ -55,27 +56,33 @@ from cpu_prefix_cache.deciding import (
 )
 
 CHECKPOINTS = 4  # of windows and states that device blocks have room for beside a prompt
+SPARE = 8  # of a past, one part in so many is room for tokens of an answer
 SHARE_OF_HOST = 4  # device blocks take at most one part in so many of host memory, where nothing else is given
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt between `past` and its end. `resets` are those of the cache when it began."""
+    """A row between `past` and its end. `resets` are those of the cache when it began."""
 
     id: str
-    tokens: list[int]
+    row: Row
     keys: list[bytes]
     resets: int
+    is_running: bool = False  # in the host cache
     computed: int = 0  # tokens that have been in device blocks
     put_off: list[int] = field(default_factory=list)  # boundaries that are computed to at its end
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.row.tokens
 
 
 class HostPrefixCache:
     """Prefixes of prompts of one model, kept in host memory.
 
         cache = HostPrefixCache(model, host_bytes="8GiB")
-        with cache.past(input_ids) as past:
-            model.generate(input_ids, past_key_values=past, max_new_tokens=64)
+        with cache.past(**tokenizer(text, return_tensors="pt")) as past:
+            model.generate(**past.inputs, past_key_values=past, max_new_tokens=64)
 
     host_bytes            host memory, in bytes or as a text: "2GiB"
     device_bytes          memory of the model's device for the blocks that pass through it; a prompt that is longer is
@@ -116,6 +123,7 @@ class HostPrefixCache:
         self.model = model.eval()
         self.max_model_len = longest(model, max_model_len)
         self._past = ModelPast(model)
+        check_positions(model)
         self._continuation = check_continues(model, self._past, self.max_model_len)
         host = num_bytes("host_bytes", host_bytes)
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
@@ -128,7 +136,8 @@ class HostPrefixCache:
         self._coordinator = KVCacheCoordinator(self.planner, self._pool, on_device=True)
         self._checkpoints = PastCheckpoints(self._past, self._kv, self._coordinator)
         self._forward = ForwardPass(model)
-        self._placeholders = placeholders(model.config.to_dict())
+        self._reader = InputReader(model, self.max_model_len)
+        self._tried: set[str] = set()
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
         self._interval = checkpoint_interval
         tier = None if below is None else named(below, model)
@@ -156,29 +165,45 @@ class HostPrefixCache:
         self._last_statistics: HostStatistics | None = None  # of a closed one
 
     @contextmanager
-    def past(self, input_ids: torch.Tensor | Sequence[int], *, next_use: float | None = None) -> Iterator[Past]:
-        """`past_key_values` with the longest known beginning of a prompt, token ids [tokens] or [1, tokens].
+    def past(
+        self,
+        input_ids: torch.Tensor | Sequence[Any],
+        attention_mask: torch.Tensor | None = None,
+        *,
+        next_use: float | None = None,
+        **others: torch.Tensor,
+    ) -> Iterator[Past]:
+        """`past_key_values` with the longest known beginning of a prompt, token ids [tokens] or [1, tokens], or of each
+        row of a batch, [rows, tokens], padded on the left. `others` are the images of one prompt.
 
-        It is for these tokens alone, without an `attention_mask` that hides any, and without other inputs: what the
-        model computes of them inside the `with` is kept under their key at its end, unless it ends by an exception.
-        `next_use` is a hint, as of `HostCache.start`.
+        Generate with `past.inputs`: these inputs, without the images that the past has. What the model computes of them
+        inside the `with` is kept under their key at its end, unless it ends by an exception. `next_use` is a hint, as
+        of `HostCache.start`.
 
         Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`. The model's first call
         with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for other tokens than
         those behind the past.
         """
-        tokens = self._read(input_ids)
-        with self._lock, torch.no_grad():
-            self._check_open()
-            self._weights.follow()
-            prompt, past = self._begin(tokens, next_use)
-        is_kept = False
+        ids = token_ids(input_ids, self.model.device)
+        others = {name: value for name, value in others.items() if value is not None}
+        rows = self._reader.rows(ids, attention_mask, others)
+        inputs = {"input_ids": ids, **({} if attention_mask is None else {"attention_mask": attention_mask}), **others}
+        prompts: list[_Prompt] = []
+        past: Past | None = None
         try:
+            with self._lock, torch.no_grad():
+                self._check_open()
+                self._try(rows)
+                self._weights.follow()
+                prompts += map(self._prompt, rows)
+                past = self._begin(prompts, inputs, next_use)
             yield past
-            is_kept = True
+        except BaseException:
+            past = None  # nothing is kept
+            raise
         finally:
             with self._lock, torch.no_grad():
-                self._end(prompt, past if is_kept else None)
+                self._end(prompts, past)
 
     def statistics(self) -> HostStatistics:
         with self._lock:
@@ -224,65 +249,81 @@ class HostPrefixCache:
 
     # A prompt begins
 
-    def _read(self, input_ids: torch.Tensor | Sequence[int]) -> list[int]:
-        ids = torch.as_tensor(input_ids)
-        if ids.dim() == 2 and len(ids) == 1:
-            ids = ids[0]
-        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
-            raise PromptRefused(f"a past is of one prompt, token ids [tokens] or [1, tokens]; got {list(ids.shape)}")
-        tokens: list[int] = ids.tolist()
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {vocabulary - 1}")
-        padding = padding_of(self.model.generation_config)
-        if padding in tokens:
-            raise PromptRefused(f"the prompt has the padding token {padding}: leave padding out")
-        if found := self._placeholders.keys() & set(tokens):
-            names = ", ".join(sorted(self._placeholders[token] for token in found))
-            raise PromptRefused(f"the prompt has tokens that stand for other input ({names}): its ids are not its key")
-        if len(tokens) > self.max_model_len:
-            raise PromptRefused(f"a prompt of {len(tokens)} tokens is longer than the model's {self.max_model_len}")
-        return tokens
+    def _try(self, rows: Sequence[Row]) -> None:
+        """Try the model with its first images, and with its first batch of rows of different lengths."""
+        images = rows[0].images
+        if images is not None and "images" not in self._tried:
+            try_images(self.model, rows[0].tokens, images)
+            self._tried.add("images")
+        if any(row.pad for row in rows) and "batch" not in self._tried:
+            try_batch(self.model, self._empty, left=TAIL if self._continuation is Continuation.CHUNKS else 1)
+            self._tried.add("batch")
 
-    def _begin(self, tokens: list[int], next_use: float | None) -> tuple[_Prompt, Past]:
+    def _prompt(self, row: Row) -> _Prompt:
         self._served += 1
-        prompt = _Prompt(f"prompt-{self._served}", tokens, self._hasher.keys(tokens), self._resets)
-        with ExitStack() as stack:
-            place = stack.enter_context(Placement(self._pool, self._coordinator, prompt.keys, len(tokens)))
-            on_device = place.length
-            running = stack.enter_context(ExitStack())  # ends the prompt where it cannot be handed out
-            self._load(prompt, place, running, next_use)
-            prompt.computed = place.length
-            past = self._filled(place)
-            boundaries = self._boundaries(prompt, place.length)
-            if self._continuation is Continuation.TOKENS:
-                self._compute_all_but_one(past, prompt, place, boundaries)
-            elif len(prompt.tokens) - place.length <= PUT_OFF_TOKENS:
-                prompt.put_off = boundaries
-            else:
-                self._compute_to(past, prompt, place, boundaries)
-            copy_all(self._host)
-            self._settle()
-            past.hand_out(place.length, on_device, partial(self._goes_on, prompt, past))
-            running.pop_all()
-        return prompt, past
+        items = [] if row.images is None else [row.images.item()]
+        keys = self._hasher.for_request(items=items).keys(row.tokens)
+        return _Prompt(f"prompt-{self._served}", row, keys, self._resets)
 
-    def _goes_on(self, prompt: _Prompt, past: Past, tokens: int) -> None:
+    def _begin(self, prompts: Sequence[_Prompt], inputs: dict[str, torch.Tensor], next_use: float | None) -> Past:
+        pads, pasts = [prompt.row.pad for prompt in prompts], [self._known(prompt, next_use) for prompt in prompts]
+        columns = max(pad + past.get_seq_length() for pad, past in zip(pads, pasts, strict=True))
+        if columns > min(pads):  # some row has tokens: no padding is left to compute, and every row ends there
+            for prompt, past in zip(prompts, pasts, strict=True):
+                self._compute(past, prompt, columns - prompt.row.pad)
+        past = Past.joined(pasts, pads, self._room(prompts[0], columns))
+        self._settle()
+        text = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
+        past.hand_out(text if columns else inputs, partial(self._goes_on, prompts, past))
+        return past
+
+    def _known(self, prompt: _Prompt, next_use: float | None) -> Past:
+        """A past of one row with what is known of a prompt, and what must be computed before `generate` goes on."""
+        with Placement(self._pool, self._coordinator, prompt.keys, len(prompt.tokens)) as place:
+            try:
+                on_device = place.length
+                self._load(prompt, place, next_use)
+                prompt.computed = place.length
+                past = self._filled(prompt, place)
+                past.hit_tokens, past.device_hit_tokens = place.length, min(on_device, place.length)
+                self._compute_ahead(past, prompt, place)
+                copy_all(self._host)
+                return past
+            except BaseException:
+                self._give_up(prompt)  # before its blocks are given back
+                raise
+
+    def _compute_ahead(self, past: Past, prompt: _Prompt, place: Placement) -> None:
+        boundaries = self._boundaries(prompt, place.length)
+        if self._continuation is Continuation.TOKENS:
+            self._compute_all_but_one(past, prompt, place, boundaries)
+        elif len(prompt.tokens) - place.length <= PUT_OFF_TOKENS:
+            prompt.put_off = boundaries
+        else:
+            self._compute_to(past, prompt, place, boundaries)
+
+    def _give_up(self, prompt: _Prompt) -> None:
+        if prompt.is_running:
+            self._host.end(prompt.id, prompt.computed)
+            prompt.is_running = False
+            copy_all(self._host)
+
+    def _goes_on(self, prompts: Sequence[_Prompt], past: Past, tokens: int) -> None:
         """The model goes on with so many tokens behind the past."""
-        begun = past.get_seq_length()
+        begun, columns = past.get_seq_length(), prompts[0].row.pad + len(prompts[0].tokens)
         if not begun:
             return
         with self._lock:
             if not self._is_closed:
                 self._weights.follow()
-            if prompt.resets != self._resets:
+            if prompts[0].resets != self._resets:
                 raise MisuseError(
                     "what this past holds was computed by other weights or adapters or in another mode: the cache was "
                     "reset since it was handed out"
                 )
-        if tokens > len(prompt.tokens) - begun:
+        if tokens > columns - begun:
             raise MisuseError(
-                f"the past has the first {begun} of {len(prompt.tokens)} tokens, and the model is given {tokens}: give "
+                f"the past has the first {begun} of {columns} tokens, and the model is given {tokens}: give "
                 "those behind it, as `generate` does"
             )
 
@@ -291,11 +332,7 @@ class HostPrefixCache:
         if self.model.device.type != "cpu":
             torch.accelerator.synchronize(self.model.device)
 
-    def _give_up(self, prompt: _Prompt) -> None:
-        self._host.end(prompt.id, prompt.computed)
-        copy_all(self._host)  # before its blocks are given back
-
-    def _load(self, prompt: _Prompt, place: Placement, running: ExitStack, next_use: float | None) -> None:
+    def _load(self, prompt: _Prompt, place: Placement, next_use: float | None) -> None:
         """Load what the host has beyond the device's. Where that fails, it is computed later."""
         n0 = place.length
         ask = partial(
@@ -307,20 +344,29 @@ class HostPrefixCache:
             allocate=partial(place.room, self._checkpoints),
             next_use=next_use,
         )
+        prompt.is_running = True
         while isinstance(answer := ask(), Pending):
             copy_all(self._host)
-        running.callback(self._give_up, prompt)
         if isinstance(answer, Hit):
             place.loaded(dict(copy_all(self._host))[prompt.id], answer.boundary, self._checkpoints)
 
-    def _filled(self, place: Placement) -> Past:
-        """A past with the tokens that a placement has."""
-        past = Past(self.model.config, self._past, self._kv, self.planner.grid_tokens)
+    def _filled(self, prompt: _Prompt, place: Placement) -> Past:
+        """A past with the tokens that a placement has of a prompt."""
+        past = self._empty()
+        place.begin_behind(prompt.row.behind)
         if place.length:
             if self._past.full.num_bytes:
-                past.read(place.blocks())
+                past.read(place.blocks(), self._room(prompt, place.length))
             self._checkpoints.restore(past, place.resume_node(), place.length)
         return past
+
+    def _empty(self) -> Past:
+        return Past(self.model.config, self._past, self._kv, self.planner.grid_tokens)
+
+    def _room(self, prompt: _Prompt, columns: int) -> int:
+        """Tokens that may come behind so many columns: the rest of the prompt, and some of an answer."""
+        total = prompt.row.pad + len(prompt.tokens)
+        return total - columns + total // SPARE
 
     def _boundaries(self, prompt: _Prompt, length: int) -> list[int]:
         """Where checkpoints of a prompt are to be kept behind `length` tokens; none in a model of full attention."""
@@ -328,38 +374,36 @@ class HostPrefixCache:
         if self.planner.has_checkpoints:
             wanted = self._coordinator.wanted_checkpoints(prompt.keys, length, len(prompt.tokens), self._interval)
             kept.update(depth * self.planner.grid_tokens for depth in wanted)
-        return sorted(each for each in kept if length < each < len(prompt.tokens))
+        return sorted(each for each in kept if max(length, prompt.row.behind - 1) < each < len(prompt.tokens))
 
     def _compute_to(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
         """Compute the prompt up to each of these boundaries, and keep what is there."""
-        begin = place.length
         for end in boundaries:
-            self._compute(past, prompt.tokens[begin:end], begin)
-            if self._keep(past, place, end):
-                self._report(prompt, end)
-            begin = end
+            self._compute(past, prompt, end)
+            self._keep_checkpoint(past, prompt, place, end)
 
     def _compute_all_but_one(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
         """The same, for a model that takes several tokens only from position 0, and then one by one up to the last."""
         begin = place.length
         if not begin and len(prompt.tokens) > 1:
             begin = max(boundaries, default=1)
-            self._compute(past, prompt.tokens[:begin], 0)
         for end in range(begin, len(prompt.tokens)):
-            if end > begin:
-                self._compute(past, prompt.tokens[end - 1 : end], end - 1)
-            if end in boundaries and self._keep(past, place, end):
-                self._report(prompt, end)
+            self._compute(past, prompt, end)
+            if end in boundaries:
+                self._keep_checkpoint(past, prompt, place, end)
 
-    def _compute(self, past: Past, tokens: Sequence[int], begin: int) -> None:
-        self._forward(torch.tensor([tokens], device=self.model.device), [begin], past, last=1)
+    def _compute(self, past: Past, prompt: _Prompt, end: int) -> None:
+        """Compute the tokens of a prompt behind its past of one row, up to `end`."""
+        begin, images = past.get_seq_length(), prompt.row.images
+        if begin < end:
+            others = {} if images is None or images.end <= begin else images.up_to(end)
+            ids = torch.tensor([prompt.tokens[begin:end]], device=self.model.device)
+            self._forward(ids, [begin], past, last=1, others=others)
 
     # What has been computed
 
-    def _keep(self, past: Past, place: Placement, end: int) -> bool:
-        """Put the first `end` tokens into the device's blocks, and a checkpoint if the past ends there. Whether there
-        was room.
-        """
+    def _keep(self, past: Past, row: int, place: Placement, end: int) -> bool:
+        """Put the first `end` tokens of a row into the device's blocks. Whether there was room."""
         try:
             place.grow(end)
         except PoolExhausted:  # the prompt is longer than the device's blocks
@@ -367,36 +411,42 @@ class HostPrefixCache:
         copy_all(self._host)  # what the new blocks held is stored before it is overwritten
         new, first = place.allocated()
         if new and self._past.full.num_bytes:
-            past.write(new, first)
+            past.write(new, first, row)
         place.commit(end)
-        if past.get_seq_length() == end and self._checkpoints.are_needed(end):
-            place.take_checkpoint(self._checkpoints, past, end)
         return True
+
+    def _keep_checkpoint(self, past: Past, prompt: _Prompt, place: Placement, end: int) -> None:
+        """The same, of a past of one row that ends there, with its windows and states."""
+        if self._keep(past, 0, place, end):
+            if self._checkpoints.are_needed(end):
+                place.take_checkpoint(self._checkpoints, past, end)
+            self._report(prompt, end)
 
     def _report(self, prompt: _Prompt, tokens: int) -> None:
         prompt.computed = tokens
         self._host.end_step({prompt.id: tokens})
 
-    def _end(self, prompt: _Prompt, past: Past | None) -> None:
-        if self._is_closed:
+    def _end(self, prompts: Sequence[_Prompt], past: Past | None) -> None:
+        if self._is_closed or not prompts:
             return
         try:
             self._settle()
             self._weights.follow()
-            if past is not None and prompt.resets == self._resets:
-                self._keep_all(prompt, past)
+            if past is not None and prompts[0].resets == self._resets:
+                for row, prompt in enumerate(prompts):
+                    self._keep_all(prompt, past, row)
         finally:
-            self._give_up(prompt)
+            for prompt in prompts:
+                self._give_up(prompt)
 
-    def _keep_all(self, prompt: _Prompt, past: Past) -> None:
-        computed = min(past.get_seq_length(), len(prompt.tokens))
-        full = computed - computed % self.planner.grid_tokens
+    def _keep_all(self, prompt: _Prompt, past: Past, row: int) -> None:
+        full = min(past.length(row), len(prompt.tokens)) // self.planner.grid_tokens * self.planner.grid_tokens
         with Placement(self._pool, self._coordinator, prompt.keys, full + 1) as place:
-            is_kept = self._keep(past, place, full)
+            is_kept = self._keep(past, row, place, full)
         boundaries = [each for each in prompt.put_off if each <= full]
         if is_kept and boundaries:
             with Placement(self._pool, self._coordinator, prompt.keys, boundaries[0]) as place:
-                self._compute_to(self._filled(place), prompt, place, boundaries)
+                self._compute_to(self._filled(prompt, place), prompt, place, boundaries)
         if is_kept:
             self._report(prompt, full)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
-from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.pool.taken import TakenCheckpoints
 
@@ -26,13 +26,14 @@ class Placement:
         self._grid = coordinator.planner.grid_tokens
         self.length = coordinator.longest_boundary(keys, 0, num_tokens)
         self._committed = self.length // self._grid
-        node = self.resume_node() if self.length else None
-        self._touch = pool.touch(node)
-        self._pin = None if node is None else pool.pin(node)
+        self._touch = pool.touch(self.resume_node() if self.length else None)
+        self._pin: Pin | None = None
         self._chunks = pool.path(self._deepest(self._committed), self._committed) if self._committed else []
         self._filling: int | None = None  # the checkpoint that a load fills
 
     def __enter__(self) -> Self:
+        if self.length:
+            self._repin(self.resume_node())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,6 +51,11 @@ class Placement:
     def blocks(self) -> Sequence[int]:
         """The device blocks of full attention of the first `length` tokens."""
         return self._pool.blocks_of(self._chunks[: self.length // self._grid])
+
+    def begin_behind(self, tokens: int) -> None:
+        """Resume behind so many tokens, or from the beginning."""
+        if self.length < tokens:
+            self.length = 0
 
     # A load
 

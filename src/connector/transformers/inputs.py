@@ -1,0 +1,136 @@
+"""Inputs of one call of `generate`, read as the prompts of its rows.
+
+    input_ids         token ids, [tokens] or [rows, tokens]
+    attention_mask    zeros for the padding on the left of each row, ones behind it
+    all others        stand for placeholder tokens: pixels, their sizes, kinds of tokens (`Images`)
+
+Placeholder tokens are the same whatever image they stand for. So the others are a part of the key of every chunk from
+the first placeholder on. They are one whole: a past ends behind all of them, or has nothing.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from connector.transformers.prompts import PromptRefused, padding_of, placeholders
+from cpu_prefix_cache import MultimodalItem
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Inputs that stand for the tokens [first, end) of a row of `tokens` tokens."""
+
+    values: Mapping[str, torch.Tensor]
+    first: int
+    end: int
+    tokens: int
+
+    def up_to(self, end: int) -> dict[str, torch.Tensor]:
+        """Inputs of the first `end` tokens. Those with a value for each token have zeros behind the placeholders."""
+        return {
+            name: self._cut(value, end) if self._is_by_token(value) else value for name, value in self.values.items()
+        }
+
+    def item(self) -> MultimodalItem:
+        digest = hashlib.sha256()
+        for name, value in sorted(self.up_to(self.end).items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return MultimodalItem(self.first, self.end, digest.digest())
+
+    def names_behind(self) -> list[str]:
+        """Names of inputs with other values than zero behind the placeholders."""
+        by_token = {name: value for name, value in self.values.items() if self._is_by_token(value)}
+        return [name for name, value in by_token.items() if value[:, self.end :].any()]
+
+    def _is_by_token(self, value: torch.Tensor) -> bool:
+        return value.shape == (1, self.tokens)
+
+    def _cut(self, value: torch.Tensor, end: int) -> torch.Tensor:
+        return torch.nn.functional.pad(value[:, :end], (0, max(0, end - self.tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt behind `pad` columns of padding."""
+
+    tokens: list[int]
+    pad: int
+    images: Images | None
+
+    @property
+    def behind(self) -> int:
+        """No past of it ends before so many tokens."""
+        return 0 if self.images is None else self.images.end
+
+
+class InputReader:
+    """Reads what `generate` of this model gets. Raises PromptRefused for what a past cannot stand for."""
+
+    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+        self._model, self._max_model_len = model, max_model_len
+        self._placeholders = placeholders(model.config.to_dict())
+
+    def rows(self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]) -> list[Row]:
+        if odd := [name for name, value in others.items() if not isinstance(value, torch.Tensor)]:
+            raise PromptRefused(f"{_listed(odd)} must be tensors, because their bytes are a part of the key")
+        if others and len(ids) > 1:
+            raise PromptRefused(f"which row has which {_listed(others)} is not known: give prompts with images singly")
+        pads = [0] * len(ids) if mask is None else _pads(ids, mask)
+        rows = [self._row(tokens[pad:], pad, others) for tokens, pad in zip(ids.tolist(), pads, strict=True)]
+        padding = padding_of(self._model.generation_config)
+        if mask is None and any(padding in row.tokens for row in rows):
+            raise PromptRefused(f"the prompt has the padding token {padding}: give the attention_mask, too")
+        return rows
+
+    def _row(self, tokens: list[int], pad: int, others: Mapping[str, torch.Tensor]) -> Row:
+        found = [at for at, token in enumerate(tokens) if token in self._placeholders]
+        text = set(tokens) - self._placeholders.keys()
+        vocabulary = self._model.config.get_text_config().vocab_size
+        if not tokens or not 0 <= min(text, default=0) <= max(text, default=0) < vocabulary:
+            raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {vocabulary - 1}")
+        if len(tokens) > self._max_model_len:
+            raise PromptRefused(f"a prompt of {len(tokens)} tokens is longer than the model's {self._max_model_len}")
+        if found and not others:
+            names = _listed({self._placeholders[tokens[at]] for at in found})
+            raise PromptRefused(f"the prompt has tokens that stand for other input ({names}): give that input, too")
+        if others and (not found or pad):
+            raise PromptRefused(
+                f"{_listed(others)} belong to a prompt with tokens that stand for them, without padding: leave them out"
+            )
+        images = Images(others, found[0], found[-1] + 1, len(tokens)) if found else None
+        if images is not None and (late := images.names_behind()):
+            raise PromptRefused(f"{_listed(late)} must be zeros behind the images, where the tokens alone are the key")
+        return Row(tokens, pad, images)
+
+
+def token_ids(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Token ids as a tensor [rows, tokens]."""
+    try:
+        ids = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError) as error:  # rows of different lengths
+        raise PromptRefused(
+            "token ids are [tokens] or [rows, tokens]: pad on the left, with an attention_mask"
+        ) from error
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
+    return ids
+
+
+def _pads(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
+    counts = mask.to(ids.dtype)
+    if counts.shape != ids.shape or not counts.equal(mask) or not set(counts.unique().tolist()) <= {0, 1}:
+        raise PromptRefused("an attention_mask has the shape of input_ids, a 1 for each token and a 0 for padding")
+    if (counts.diff(dim=1) < 0).any():
+        raise PromptRefused("an attention_mask hides tokens behind others: pad on the left (padding_side='left')")
+    pads: list[int] = (1 - counts).sum(1).tolist()
+    return pads
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
