@@ -1,5 +1,7 @@
 """Checkpoints in device blocks: windows and states of a past as plain bytes, written and restored."""
 
+from collections.abc import Sequence
+
 import torch
 
 from connector.transformers.held import Past
@@ -25,17 +27,15 @@ class PastCheckpoints(TakenCheckpoints):
 
     def restore(self, past: Past, node: int, boundary: int) -> None:
         """Restore a fresh past at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
-        pieces: dict[int, list[torch.Tensor]] = {}
+        pieces: dict[int, list[Sequence[int]]] = {}
         if self.are_needed(boundary):
             places = self._planner.checkpoint(boundary // self._planner.grid_tokens)
             for at, blocks in zip(places, self._pool.checkpoints.pieces(node), strict=True):
-                pieces.setdefault(at.group, []).append(self._kv.read(blocks, self._num_bytes(at.group)))
+                pieces.setdefault(at.group, []).append(blocks)
         for group, local in enumerate(self._locals):
-            found = pieces.get(group, [])
+            found = self._kv.read(pieces.get(group, []), self._num_bytes(group))
             if local is not None:
-                blocks_of_it = torch.stack(found) if found else self._kv.region[:0]
-                first = boundary - len(found) * self._kv.groups[group].block_tokens
-                past.restore_window(local, first, boundary, blocks_of_it)
+                past.restore_window(local, boundary - len(found) * self._kv.groups[group].block_tokens, boundary, found)
             elif self._kv.groups[group].is_state:
                 past.restore_states(found[0])
         past.count(boundary)

@@ -189,7 +189,7 @@ class Past(DynamicCache):
             for pool, held in zip(pools, states_held(self.layers[index]), strict=True):
                 pool[ids] = in_blocks(held[row, :, column : column + tokens], self._block_tokens)
 
-    def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor, row: int = 0) -> None:
+    def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor) -> None:
         """Write the tokens [first, end) of a local group to `out`, uint8 [(end - first) * group.token_bytes]."""
         check_bytes(out, (end - first) * group.token_bytes)
         for part, span in group.parts.spans(end - first):
@@ -212,7 +212,7 @@ class Past(DynamicCache):
                 both = (states[part.layer, name] for name in ("keys", "values"))
                 self._window(part.layer).restore(first, length, *both)
 
-    def snapshot_states(self, out: torch.Tensor, row: int = 0) -> None:
+    def snapshot_states(self, out: torch.Tensor) -> None:
         """Write all states into `out`, uint8 [bytes of the page]. MisuseError for one that is not as it was probed."""
         check_bytes(out, self._past.states.num_bytes)
         for part, span in self._past.states.spans():

@@ -59,9 +59,11 @@ class PagedKV:
         rows.view(-1)[: len(piece)] = piece
         self._words[torch.tensor(blocks, device=self.region.device)] = rows.view(torch.int64)
 
-    def read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
-        """A copy of the bytes of a piece, uint8 [num_bytes]."""
-        return self.region.index_select(0, torch.tensor(blocks, device=self.region.device)).view(-1)[:num_bytes]
+    def read(self, pieces: Sequence[Sequence[int]], num_bytes: int) -> torch.Tensor:
+        """A copy of the bytes of pieces, uint8 [pieces, num_bytes]; `pieces` are their blocks, equally many each."""
+        ids = torch.tensor([block for blocks in pieces for block in blocks], dtype=torch.long)
+        rows = self.region.index_select(0, ids.to(self.region.device))
+        return rows.view(len(pieces), -1)[:, :num_bytes] if pieces else rows[:, :0]
 
 
 def in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
