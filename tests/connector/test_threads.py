@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from connector.transformers import HostPrefixCache
 from tests.connector.running import document
@@ -47,18 +46,16 @@ def test_four_threads_get_their_own_answers(family, quick_switches):
 
 
 def test_statistics_and_other_pasts_wait_for_no_answer():
-    with HostPrefixCache(model("llama"), host_bytes=1 << 22) as cache, ThreadPoolExecutor(1) as other:
-        with cache.past(document(1, 30)) as past:
-            assert other.submit(cache.statistics).result(timeout=60) is not None
-            other.submit(answer, cache, document(2, 30)).result(timeout=60)
-            answer_with(cache, document(1, 30), past)
-        assert torch.get_num_threads() == 1
+    with (
+        HostPrefixCache(model("llama"), host_bytes=1 << 22) as cache,
+        ThreadPoolExecutor(1) as other,
+        cache.past(document(1, 30)) as past,
+    ):
+        assert other.submit(cache.statistics).result(timeout=60) is not None
+        other.submit(answered, cache, document(2, 30)).result(timeout=60)
+        generated(cache.model, document(1, 30), past)
 
 
-def answer(cache, ids):
+def answered(cache, ids):
     with cache.past(ids) as past:
-        answer_with(cache, ids, past)
-
-
-def answer_with(cache, ids, past):
-    generated(cache.model, ids, past)
+        generated(cache.model, ids, past)
