@@ -12,6 +12,8 @@ at_eviction        a reference for two tiers: every block is stored when the upp
 prefill_work       what it takes to compute tokens, by how deep they are
 seconds_saved      what hits save in prefill time, by depth, and in money
 outcome            results of replays
+replays            any of these tiers -> an outcome
+knee               from which size on more memory adds little
 describe report    what is printed: above the table, and the table
 results_json plot  what is written and drawn
 meter              the clock and the progress bar of one replay

@@ -6,17 +6,15 @@ options -> tiers and policies to replay -> outcomes and references -> table, JSO
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.options import OFFLOAD_MODES
 from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
-from cpu_prefix_cache.tools.replay.at_eviction import replay_at_eviction
-from cpu_prefix_cache.tools.replay.below import replay_host_and_tier, replay_three_tiers
 from cpu_prefix_cache.tools.replay.capacities import DEFAULT_PARTS, round_capacity
-from cpu_prefix_cache.tools.replay.clairvoyant import Future, replay_ideal, replay_min
+from cpu_prefix_cache.tools.replay.clairvoyant import Future, replay_ideal
 from cpu_prefix_cache.tools.replay.describe import (
     describe_admission,
     describe_below,
@@ -25,11 +23,8 @@ from cpu_prefix_cache.tools.replay.describe import (
     describe_rates,
     describe_trace,
 )
-from cpu_prefix_cache.tools.replay.flops import Flops
 from cpu_prefix_cache.tools.replay.hints import Hints, describe_hints, hints_of, with_hints
-from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.models import prefix_bytes_per_token
-from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.tools.replay.options import (
     WEIGHED_HELP,
     Joined,
@@ -45,43 +40,17 @@ from cpu_prefix_cache.tools.replay.options import (
     trace_of,
     write_json,
 )
-from cpu_prefix_cache.tools.replay.outcome import Outcome, Ratios, Tally
+from cpu_prefix_cache.tools.replay.outcome import Outcome, Ratios
 from cpu_prefix_cache.tools.replay.plot import draw_replay
-from cpu_prefix_cache.tools.replay.rate_options import (
-    add_below_rate,
-    add_rate_options,
-    even_depth_of,
-    flops_of,
-    rates_of,
-)
+from cpu_prefix_cache.tools.replay.rate_options import add_below_rate, add_rate_options, flops_of, rates_of
+from cpu_prefix_cache.tools.replay.replays import CLAIRVOYANT, Tiers, at_eviction, clairvoyant, replayed
 from cpu_prefix_cache.tools.replay.report import References, best, notes, table
 from cpu_prefix_cache.tools.replay.results_json import head, of_replay
-from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace
-from cpu_prefix_cache.tools.replay.two_tiers import replay_two_tiers
 from cpu_prefix_cache.tools.replay.units import parse_capacity
 
-CLAIRVOYANT = "min"
 POLICY_NAMES = (*POLICIES, CLAIRVOYANT)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """Tiers around each host that is replayed, and how long computing takes."""
-
-    device: DeviceTier | None
-    below: BelowTier | None
-    flops: Flops | None
-    rates: Rates | None
-
-    @property
-    def even_depth(self) -> float:
-        return even_depth_of(self.flops)
-
-    def blocks_beside(self) -> int:
-        """Blocks of device and tier together."""
-        return sum(each.capacity for each in (self.device, self.below) if each is not None)
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -266,64 +235,13 @@ def _replay_all(
     trace: Trace, policies: Sequence[str], hosts: Sequence[HostTier], tiers: Tiers
 ) -> tuple[list[Outcome], References]:
     future = Future(trace)
-    clairvoyant = [_clairvoyant(future, host, tiers) for host in hosts]
+    known = [clairvoyant(future, host, tiers) for host in hosts]
     outcomes = []
-    for host, known in zip(hosts, clairvoyant, strict=True):
+    for host, most in zip(hosts, known, strict=True):
         outcomes += [
-            known if policy == CLAIRVOYANT else _replay(trace, replace(host, policy=policy), tiers)
+            most if policy == CLAIRVOYANT else replayed(trace, replace(host, policy=policy), tiers)
             for policy in policies
         ]
-    at_eviction = [_at_eviction(trace, host, tiers) for host in hosts if tiers.blocks_beside()]
+    stored = [at_eviction(trace, host, tiers) for host in hosts if tiers.blocks_beside()]
     ideal = Ratios.of(replay_ideal(trace), trace, tiers.even_depth)
-    return outcomes, References(ideal, clairvoyant, at_eviction)
-
-
-def _replay(trace: Trace, host: HostTier, tiers: Tiers) -> Outcome:
-    meter = Meter(f"{host.policy}, {host.capacity:,} blocks", trace.blocks)
-    device, below = tiers.device, tiers.below
-    if below is None:
-        tally = replay_one_tier(trace, host, meter) if device is None else replay_two_tiers(trace, host, device, meter)
-    elif device is None:
-        tally = replay_host_and_tier(trace, host, below, meter, tiers.rates)
-    else:
-        tally = replay_three_tiers(trace, host, device, below, meter, tiers.rates)
-    outcome = _outcome(trace, host, tiers, tally, meter)
-    if tiers.rates is None:
-        return outcome
-    seconds = tiers.rates.saved(tally.loaded, tally.loaded_blocks, tally.below_loaded_blocks)
-    return replace(
-        outcome,
-        seconds_saved=seconds,
-        share_saved=seconds / tiers.rates.seconds(trace.work),
-        money_saved=tiers.rates.money(seconds),
-    )
-
-
-def _clairvoyant(future: Future, host: HostTier, tiers: Tiers) -> Outcome:
-    """The outcome of MIN. With other tiers, of one cache as large as all of them."""
-    meter = Meter(f"{CLAIRVOYANT}, {host.capacity:,} blocks", future.trace.blocks)
-    tally = replay_min(future, host.capacity + tiers.blocks_beside(), meter)
-    return _outcome(future.trace, replace(host, policy=CLAIRVOYANT), replace(tiers, below=None), tally, meter)
-
-
-def _at_eviction(trace: Trace, host: HostTier, tiers: Tiers) -> tuple[int, Ratios]:
-    """Ratios of two tiers: the lowest one here, and above it one as large as all others."""
-    lower = host.capacity if tiers.below is None else tiers.below.capacity
-    upper = host.capacity + tiers.blocks_beside() - lower
-    return host.capacity, Ratios.of(replay_at_eviction(trace, lower, upper), trace, tiers.even_depth)
-
-
-def _outcome(trace: Trace, host: HostTier, tiers: Tiers, tally: Tally, meter: Meter) -> Outcome:
-    device, below = tiers.device, tiers.below
-    return Outcome(
-        policy=host.policy,
-        capacity=host.capacity,
-        device_capacity=None if device is None else device.capacity,
-        offload=None if device is None else device.offload,
-        tally=tally,
-        ratios=Ratios.of(tally, trace, tiers.even_depth),
-        trace_blocks=trace.blocks,
-        seconds=meter.seconds,
-        below_capacity=None if below is None else below.capacity,
-        below_offload=None if below is None else below.mode(host),
-    )
+    return outcomes, References(ideal, known, stored)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+from cpu_prefix_cache.tools.replay.knee import FLAT, flat_from
 from cpu_prefix_cache.tools.replay.outcome import Ratios
 from cpu_prefix_cache.tools.replay.plot import BLOCKS_FOUND, INFINITE, SAVED, TIME_FOUND, Panel, Points
 from cpu_prefix_cache.tools.replay.report import aligned, show_saved
@@ -18,7 +18,6 @@ from cpu_prefix_cache.tools.replay.units import show_bytes
 GB, GIB, MIB, KIB = 10**9, 2**30, 2**20, 2**10
 ADD = "Device and host add (lazy, no tier below): the host needs as much less as the device has for KV."
 NOT_QUITE_ALWAYS = "Sizes between the rows were not tried; a slightly smaller one may also reach the goal."
-FLAT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,7 @@ def _flattens(sized: Sized, sizing: Sizing) -> str:
     doubled = {(1 << power) // block for power in range(block.bit_length() - 1, 64)}
     points = [point for point in sizing.points if point.capacity in doubled]
     value, what = (sized.share, "prefill") if sized.rates else ((lambda point: point.hit_ratio), "hits")
-    gains = [(value(more) or 0.0) - (value(less) or 0.0) for less, more in pairwise(points)]
-    flat = next((at for at in range(len(gains)) if max(gains[at:]) < FLAT), None)
+    flat = flat_from([value(point) or 0.0 for point in points])
     if flat is None:
         return ""
     return f" From {show_bytes(sized.num_bytes(points[flat]))} on, twice as much adds less than {FLAT:.0%} of {what}."
