@@ -21,6 +21,7 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "deciding": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "tools.plots": {"messages"},
     "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},
+    "tools.plan": {"eviction", "messages", "model", "tools.replay"},
 }
 BOTH = {"copier", "kv_layout", "memory", "messages", "model", "offload", "pool", "prefix_cache", "slab", "tiers"}
 OTHERS = {  # rooms of what copies, of both halves together, of a tier, of the tests of others, and the command
@@ -34,7 +35,7 @@ OTHERS = {  # rooms of what copies, of both halves together, of a tier, of the t
     "copying": {"copier", "memory", "model", "slab"},
     "tier": {"messages", "slab", "stores"},
     "testing": {"copier", "memory", "messages", "offload", "stores"},
-    "tools.cli": {"messages", "tools.bench", "tools.replay"},
+    "tools.cli": {"messages", "tools.bench", "tools.plan", "tools.replay"},
 }
 EVERYTHING = sorted(HOME.rglob("*.py"))
 TOOLS = sorted((HOME / "tools").rglob("*.py"))

@@ -14,7 +14,7 @@ PAGES = ("README.md", "docs/policies.md", "docs/traces.md", "docs/tiers.md", "do
 
 def commands(text):
     """In lines of their own or between backticks, up to the words that follow after several blanks."""
-    for found in re.findall(r"(?m)(?:^|`|\$ | {2})(cpu-prefix-cache (?:replay|size|convert|bench) [^`\n]+)", text):
+    for found in re.findall(r"(?m)(?:^|`|\$ | {2})(cpu-prefix-cache (?:plan|replay|size|convert|bench) [^`\n]+)", text):
         yield re.split(r"\s{2,}", found)[0]
 
 
@@ -28,7 +28,8 @@ def test_its_options_exist(command):
 
 
 def test_there_are_some_of_each_kind():
-    assert {command.split()[1] for command in SHOWN} == {"replay", "size", "convert", "bench"} and len(SHOWN) > 12
+    assert {command.split()[1] for command in SHOWN} == {"plan", "replay", "size", "convert", "bench"}
+    assert len(SHOWN) > 12
 
 
 def test_an_option_that_does_not_exist_would_be_noticed():

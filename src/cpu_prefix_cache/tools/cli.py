@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 from cpu_prefix_cache import __version__
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.tools.bench import bench_command
+from cpu_prefix_cache.tools.plan import plan_command
 from cpu_prefix_cache.tools.replay import convert_command, replay_command, size_command
 
 NAME = "cpu-prefix-cache"
-COMMANDS = (replay_command, size_command, bench_command, convert_command)
+COMMANDS = (plan_command, replay_command, size_command, bench_command, convert_command)
 EPILOG = """\
 examples:
+  cpu-prefix-cache plan TRACE --model config.json --gpu h200           how much memory to buy: curve, knee, GPUs saved
   cpu-prefix-cache size TRACE --model config.json                      how much memory for 90 % of the possible hits?
   cpu-prefix-cache replay TRACE --model config.json --capacity 64GiB   which policy, with that much?
   cpu-prefix-cache replay TRACE --model config.json --tflops 600 --gpu-price 3      what does it save?

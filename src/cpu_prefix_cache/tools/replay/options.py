@@ -103,17 +103,26 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 def check_results_can_be_written(args: argparse.Namespace) -> None:
     """Raises ConfigurationError before a long replay, not after it."""
     for option, path in (("json", args.json), ("plot", args.plot)):
-        if path is not None and Path(path).is_dir():
-            raise ConfigurationError(f"--{option} cannot be written to {path}, which is a folder")
-        if path is not None and not Path(path).parent.is_dir():
-            raise ConfigurationError(f"--{option} cannot be written to {path}: there is no such folder")
+        if path is not None:
+            check_can_be_written(option, path)
     if args.plot is not None:
         check_plot_can_be_drawn(args.plot)
 
 
+def check_can_be_written(option: str, path: str) -> None:
+    if Path(path).is_dir():
+        raise ConfigurationError(f"--{option} cannot be written to {path}, which is a folder")
+    if not Path(path).parent.is_dir():
+        raise ConfigurationError(f"--{option} cannot be written to {path}: there is no such folder")
+
+
 def write_json(path: str, values: dict[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
     try:
-        Path(path).write_text(json.dumps(values, indent=2) + "\n")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error
 

@@ -1,0 +1,104 @@
+"""Curves of the prefill time that host memory saves, over the sizes that one can buy.
+
+    a policy            the host evicts by it
+    a policy + coded    blocks take less, and a size holds more of them
+    a policy + tier     above a tier of files, on those sizes that are at most half of it
+
+Above the size that holds all blocks of the trace a curve goes on level, and nothing more is replayed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
+from cpu_prefix_cache.tools.replay.outcome import Outcome, Tally
+from cpu_prefix_cache.tools.replay.prefill_work import Work
+from cpu_prefix_cache.tools.replay.replays import Tiers, replayed
+from cpu_prefix_cache.tools.replay.tiers import HostTier
+from cpu_prefix_cache.tools.replay.traces import Trace
+
+GIB = 2**30
+SIZES = tuple(GIB << power for power in range(6, 13))  # 64 GiB to 4 TiB
+NEARLY = 0.005  # a share of prefill for which nobody changes a policy
+CODED, TIER = "coded", "tier"  # variants of a curve
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Outcomes of one way to keep blocks, by size of the host; none of sizes too large for the tier."""
+
+    policy: str
+    outcomes: tuple[Outcome, ...]
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} + {self.variant}" if self.variant else self.policy
+
+    @property
+    def shares(self) -> list[float]:
+        """Prefill time saved by each size, as a share of that of all prompts."""
+        return [outcome.share_saved or 0.0 for outcome in self.outcomes]
+
+
+def outcomes_by_size(trace: Trace, policy: str, block_bytes: int, tiers: Tiers) -> tuple[Outcome, ...]:
+    """Replay the sizes. `block_bytes` are those of a block as the host keeps it."""
+    outcomes: list[Outcome] = []
+    for size in SIZES:
+        host = HostTier(size // block_bytes, policy)
+        if tiers.below is not None and tiers.below.capacity < SLOTS_BY_HOST * host.capacity:
+            break
+        if outcomes and outcomes[-1].capacity >= trace.different_blocks:
+            outcomes.append(replace(outcomes[-1], capacity=host.capacity))
+        else:
+            outcomes.append(replayed(trace, host, tiers))
+    return tuple(outcomes)
+
+
+def preferred_of(curves: Sequence[Curve]) -> Curve:
+    """The first curve that saves on average as much as the best, but for `NEARLY`: defaults come first."""
+    means = [sum(each.shares) / len(SIZES) for each in curves]
+    return next(each for each, mean in zip(curves, means, strict=True) if mean >= max(means) - NEARLY)
+
+
+def device_alone(trace: Trace, tiers: Tiers) -> Tally:
+    """Hits without a host. None of them was loaded."""
+    if tiers.device is None:
+        return Tally()
+    alone = HostTier(tiers.device.capacity, tiers.device.policy)
+    tally = replayed(trace, alone, replace(tiers, device=None, below=None)).tally
+    return replace(tally, loaded_blocks=0, loaded=Work())
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Tokens of all prompts by where their KV came from."""
+
+    device: int
+    host: int
+    tier: int
+    computed: int
+
+    @classmethod
+    def of(cls, tally: Tally, trace: Trace) -> "Origins":
+        on_device = _without(tally.hit, tally.loaded)
+        from_tier = min(tally.below_hit_blocks * trace.block_tokens, tally.loaded.tokens)
+        return cls(
+            device=on_device.tokens,
+            host=tally.loaded.tokens - from_tier,
+            tier=from_tier,
+            computed=trace.tokens - tally.hit.tokens,
+        )
+
+    def shares(self) -> dict[str, float]:
+        tokens = asdict(self)
+        return {name: count / sum(tokens.values()) for name, count in tokens.items()}
+
+
+def computed_work(tally: Tally, trace: Trace) -> Work:
+    """Work that no hit spared."""
+    return _without(trace.work, tally.hit)
+
+
+def _without(whole: Work, part: Work) -> Work:
+    return Work(whole.tokens - part.tokens, whole.pairs - part.pairs)

@@ -1,0 +1,78 @@
+"""The plan as one HTML file that needs no other: sentences, curves, areas, tables, what was assumed.
+
+A policy has the same colour on every page: coded it is dashed, above a tier dotted.
+"""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from cpu_prefix_cache.tools.plan.curves import CODED, SIZES, TIER
+from cpu_prefix_cache.tools.plan.drawing import Line, areas, curves, swatch
+from cpu_prefix_cache.tools.plan.plan import Plan, size_name
+from cpu_prefix_cache.tools.plan.sentences import sentences
+from cpu_prefix_cache.tools.plan.table import marks, notes, origins, savings
+
+COLOURS = {"lru": "#0072b2", "arc": "#009e73", "adaptive": "#d55e00"}
+OTHER = "#555555"  # a policy of another package
+DASHES = {CODED: "8 4", TIER: "2 4"}
+ORIGINS = {"device": "#4c4c4c", "host": "#0072b2", "tier": "#56b4e9", "computed": "#e69f00"}
+STYLE = """
+body { font: 16px/1.5 sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
+svg text { font: 12px sans-serif; fill: #333 }
+table { border-collapse: collapse; font-size: 14px }
+td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #ddd }
+td:first-child, th:first-child, td.mark { text-align: left }
+.key { margin-right: 1.5em; white-space: nowrap }
+.small { font-size: 13px; color: #555 }
+"""
+
+
+def page(plan: Plan, title: str, described: Sequence[str]) -> str:
+    """The whole file. It is also XML, so that a parser can check it."""
+    return "".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
+            f"<title>Host memory for {escape(title)}</title><style>{STYLE}</style></head><body>",
+            f"<h1>Host memory for {escape(title)}</h1>",
+            *(f"<p>{escape(sentence)}</p>" for sentence in sentences(plan)),
+            f"<h2>Prefill time that the host saves</h2>{_curves(plan)}",
+            _table(savings(plan), marks(plan)),
+            f'<p class="small">GPUs and money are those with {escape(plan.preferred.name)}. ',
+            f"{escape(' '.join(notes(plan)))}</p>",
+            f"<h2>Where tokens came from, with {escape(plan.deepest.name)}</h2>{_areas(plan)}",
+            _table(origins(plan), []),
+            '<h2>What this is based on</h2><p class="small">',
+            "<br/>".join(escape(line) for text in described for line in text.splitlines()),
+            "</p></body></html>\n",
+        ]
+    )
+
+
+def _curves(plan: Plan) -> str:
+    lines = [
+        Line(curve.name, curve.shares, COLOURS.get(curve.policy, OTHER), DASHES.get(curve.variant, "none"))
+        for curve in plan.curves
+    ]
+    keys = [f'<span class="key">{swatch(line.colour, line.dashes)} {escape(line.name)}</span>' for line in lines]
+    sizes = [size_name(size) for size in SIZES]
+    return f"<p>{' '.join(keys)}</p>{curves(lines, sizes, plan.knee, 'the knee')}"
+
+
+def _areas(plan: Plan) -> str:
+    found = plan.origins()
+    shares = [origin.shares() for origin in found.values()]
+    layers = {name: [each[name] for each in shares] for name in ORIGINS}
+    keys = [f'<span class="key">{swatch(colour, width=12)} {name}</span>' for name, colour in ORIGINS.items()]
+    return f"<p>{' '.join(keys)}</p>{areas(layers, ORIGINS, list(found))}"
+
+
+def _table(rows: Sequence[Sequence[str]], marked: Sequence[str]) -> str:
+    return f"<table>{''.join(_rows(rows, marked))}</table>"
+
+
+def _rows(rows: Sequence[Sequence[str]], marked: Sequence[str]) -> Iterator[str]:
+    for at, row in enumerate(rows):
+        cell = "td" if at else "th"
+        cells = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row)
+        mark = f'<td class="mark">{escape(marked[at])}</td>' if marked else ""
+        yield f"<tr>{cells}{mark}</tr>"
