@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending
-from cpu_prefix_cache.deciding import Request
+from cpu_prefix_cache.deciding import CPUPrefixCache, Request
 from cpu_prefix_cache.tiers import tiered_cache
 from property_tests.strategies import chain
 from tests.tiers.small_tier import GRID, Shared, Tiered, chain_names
@@ -60,6 +60,17 @@ def test_its_deadline_begins_with_the_first_lookup():
     answer = engine.asks_as("abcd", "abcd")
     assert isinstance(answer, Pending) and engine.now < answer.deadline < engine.now + 1
     engine.now = answer.deadline
+    assert engine.asks_as("abcd", "abcd") == Miss() and engine.seen.late == 1
+
+
+def test_its_deadline_begins_even_if_the_lookup_waits_for_a_load_of_another(monkeypatch):
+    engine = with_tier("abcd")
+    queues(engine, "abcd")
+    engine.steps_below()
+    with monkeypatch.context() as patched:
+        patched.setattr(CPUPrefixCache, "lookup", lambda *_: Pending(engine.now + 1))
+        engine.asks_as("abcd", "abcd")
+    engine.now += 1_000.0
     assert engine.asks_as("abcd", "abcd") == Miss() and engine.seen.late == 1
 
 

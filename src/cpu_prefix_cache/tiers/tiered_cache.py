@@ -150,18 +150,18 @@ class TieredCache(CPUPrefixCache):
         """As in CPUPrefixCache, and notes what the tier has beyond that: then the answer is Pending."""
         self.passed(now)
         self._queued.pop(request.id, None)
+        want = self._wants.get(request.id)
+        if want is not None and want.deadline == NEVER:
+            self._begin_deadline(want)
         answer = super().lookup(request, n0, now)
         if isinstance(answer, Pending) or self.is_off:
             return answer
-        want = self._wants.get(request.id)
         if want is None:
             host_end = answer.boundary if isinstance(answer, Hit) else n0
             unknown_until = self._unknown_until(request, n0, host_end, self._queue_bytes)
             if unknown_until is not None:
                 return Pending(unknown_until)
             want = self._new_want(request, n0, host_end)
-        elif want.deadline == NEVER:
-            self._begin_deadline(want)
         if want is None or want.is_over:
             return answer
         if now < want.deadline:
