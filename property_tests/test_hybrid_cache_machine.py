@@ -8,6 +8,7 @@ wants. So whatever it resumes from must be exactly what the groups need there, t
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -440,5 +441,5 @@ class HybridCacheMachine(PrefixCacheMachine):
                 assert not self.needed(self.resumed(prompt)) or prompt in self.kept_on_host()
 
 
-TestHybridCache = HybridCacheMachine.TestCase
+TestHybridCache = pytest.mark.slow(HybridCacheMachine.TestCase)
 TestHybridCache.settings = settings(max_examples=750)

@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  half of the names need it
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = "cpu_prefix_cache"

@@ -11,6 +11,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "needs(name): skipped where this server is not installed")
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("needs"):
+            item.add_marker("server")
+
+
 def pytest_runtest_setup(item):
     for mark in item.iter_markers("needs"):
         if mark.args[0] in MISSING:

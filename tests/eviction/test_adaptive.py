@@ -16,6 +16,7 @@ from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from tests.story import Shelf, chain
 
 
+@pytest.mark.slow
 def test_conversations_stay_and_one_off_prompts_go():
     """Ten conversations go on every minute; between their turns come three times as many prompts that never return."""
     hits = {policy: share_of_hits(policy) for policy in ("lru", "adaptive")}
@@ -43,6 +44,7 @@ def conversations():
                 yield turn, chr(1000 + turn * 20 + number * 2 + once) * 5, 1.5
 
 
+@pytest.mark.slow
 def test_prompts_in_bursts_of_one_moment_are_distinguished_all_the_same():
     """150 requests have the time of the first of them. With a clock that waits for the next burst nothing is hit."""
     shelf = Shelf(50, policy="adaptive")
@@ -58,6 +60,7 @@ def test_prompts_in_bursts_of_one_moment_are_distinguished_all_the_same():
     assert found > 0.7 * asked
 
 
+@pytest.mark.slow
 def test_times_in_whole_minutes_find_nine_tenths_of_what_exact_ones_do():
     """Some 50 requests to a minute, of agents that come back after 5 to 60 seconds, or never."""
     exact, rounded = (hits_of_agents(unit) for unit in (None, 60))
@@ -326,6 +329,7 @@ def test_a_chunk_does_not_leave_for_what_is_to_hang_below_it():
     pool.unpin(held)
 
 
+@pytest.mark.slow
 def test_a_log_without_times_is_learned_from_all_the_same():
     """Documents of very different popularity, all at one moment: without ages nothing but the kinds of uses counts."""
     hits = {policy: hits_at_one_moment(policy) for policy in ("lru", "adaptive")}
@@ -375,6 +379,7 @@ RIGHT, OPPOSITE = {"a": 15.0, "b": 90.0, "c": inf}, {"a": inf, "b": 1.0, "c": 15
 WRONG = {"a": inf, "b": inf, "c": 15.0}  # about whether there is a next use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["adaptive", "adaptive@8"])
 def test_hints_distinguish_what_looks_alike(policy):
     """Conversations that go on soon, late or never, in a cache for a third of them. Right hints bring hits, also with

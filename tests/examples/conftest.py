@@ -1,15 +1,15 @@
-"""The example with models and documents that are small enough for tests."""
+"""The example with models and documents that are small enough for tests. It is imported where torch is surely there."""
 
 import pytest
-
-import offline_generation
-from builtin_models import build_model
 
 DEVICE_BYTES = {"full": "1MB", "swa": "900kB", "hybrid": "500kB", "mla": "500kB"}  # of two documents
 
 
 @pytest.fixture
 def small_model(monkeypatch):
+    import offline_generation
+    from builtin_models import build_model
+
     monkeypatch.setattr(offline_generation, "LEAST", 400)
     monkeypatch.setattr(offline_generation, "MOST", 800)
     monkeypatch.setattr(offline_generation, "DEVICE_BYTES", DEVICE_BYTES)

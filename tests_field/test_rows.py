@@ -1,0 +1,16 @@
+"""The rows as tests, for `pytest tests_field -k WORD`. `make test-field` has a line for each."""
+
+import pytest
+
+from tests_field.outcomes import State
+from tests_field.rows import Row, rows_of
+from tests_field.run import BAD, run
+
+
+@pytest.mark.field
+@pytest.mark.parametrize("row", rows_of(), ids=lambda row: row.name)
+def test_row(row: Row) -> None:
+    result = run(row)
+    if result.state is State.NOT_RUN:
+        pytest.skip(result.detail)
+    assert result.state not in BAD, result.detail
