@@ -7,7 +7,7 @@ HF_VENV := .venv-transformers
 REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
 
-.PHONY: demo demo-real test test-deciding test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real test test-deciding test-long lint mutants planted package dist test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -55,6 +55,9 @@ planted: $(VENV)/installed
 # The wheel and the sdist: built, looked into, the one installed in an empty environment, the other unpacked and tested.
 package: $(VENV)/installed
 	$(BIN)/python -m pytest tests_package
+
+dist: $(VENV)/installed
+	$(BIN)/python -m build --outdir dist
 
 # `make test` under each of these Pythons that is on the PATH, each in an environment of its own.
 PYTHONS ?= 3.11 3.12 3.13 3.14
@@ -108,11 +111,12 @@ sanitize:
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip
 	PYTHONPATH=src:. compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip
 
+EXTRAS := dev
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo 'Installing torch, transformers and the tools of the tests into $(VENV): some minutes, most of them the download.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 $(DECIDING_VENV)/installed: pyproject.toml constraints.txt
