@@ -23,7 +23,7 @@ test: $(VENV)/installed
 
 # The tests that run without torch and are not slow: those of the deciding half. What is left out is counted at the end.
 test-deciding: $(DECIDING_VENV)/installed
-	$(DECIDING_VENV)/bin/python -m pytest -rs -m 'not slow'
+	$(DECIDING_VENV)/bin/python -m pytest -rfEs -m 'not slow'
 
 # What is slow and strong, by night: the state machines run a million steps, eight times as many as in `make test`,
 # and are led by another seed each time; writers of the file tier are killed 200 times, 20 times in `make test`; kernels
