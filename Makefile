@@ -21,9 +21,9 @@ demo-real: $(REAL_VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
 
-# The tests that run without torch and are not slow: those of the deciding half. What is left out is counted at the end.
+# The tests that run without torch and are not slow: those of the deciding half. Files that are left out are named at the end.
 test-deciding: $(DECIDING_VENV)/installed
-	$(DECIDING_VENV)/bin/python -m pytest -rfEs -m 'not slow'
+	$(DECIDING_VENV)/bin/python -m pytest -m 'not slow'
 
 # What is slow and strong, by night: the state machines run a million steps, eight times as many as in `make test`,
 # and are led by another seed each time; writers of the file tier are killed 200 times, 20 times in `make test`; kernels
