@@ -132,6 +132,19 @@ def test_a_cache_that_does_not_look_answers_from_the_old_weights(change, monkeyp
     assert past.hit_tokens > 0 and not torch.allclose(logits, expected(change), rtol=1e-3, atol=1e-3)
 
 
+def test_an_adapter_that_is_off_for_one_answer_alone_counts():
+    """Nothing that it computed is kept, though at the end everything is as at the beginning."""
+    of = model()
+    add_an_adapter(of)
+    adapter = of.model.layers[0].self_attn.k_proj
+    with cache_of(of) as cache:
+        with cache.past(PROMPT) as past:
+            adapter._disable_adapters = True
+            generated(of, PROMPT, past, new_tokens=3)
+            adapter._disable_adapters = False
+        assert first_logits(cache)[0].hit_tokens == 0
+
+
 def test_an_adapter_that_is_switched_off_counts():
     of = model()
     add_an_adapter(of)

@@ -93,5 +93,17 @@ def test_a_model_that_is_cast_needs_another_cache():
     with HostPrefixCache(own(), host_bytes=1 << 22) as cache:
         answered(cache)
         cache.model.to(torch.bfloat16)
-        with pytest.raises(MisuseError, match=r"cast to torch.bfloat16, .*make another cache"):
+        with pytest.raises(MisuseError, match=r"computes in torch.bfloat16, .*make another cache"):
             answered(cache)
+
+
+@pytest.mark.parametrize("hits", [False, True])
+def test_a_model_that_computes_in_another_dtype_keeps_nothing(hits):
+    with HostPrefixCache(own(), host_bytes=1 << 22) as cache:
+        if hits:
+            answered(cache)
+        refused = pytest.raises(MisuseError, match=r"computes in torch\.bfloat16")
+        with refused, cache.past(IDS) as past, torch.autocast("cpu", torch.bfloat16):
+            generated(cache.model, IDS, past)
+        past, off = answered(cache)
+        assert bool(past.hit_tokens) == hits and off < 1e-4

@@ -110,6 +110,9 @@ class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
         """How many tokens of a prompt are in blocks of the request."""
         if not self._scheduler.active_requests:
             self._weights.follow()
+            for id in self._keys.keys() - self._scheduler.waiting_requests.keys():  # a hard stop dropped them
+                self._keys.pop(id)
+                self.host.end(id, 0)
         found, request = self._search(request_id, prompt), self._scheduler.waiting_requests[request_id]
         if not self._cache.can_store_request_tokens(request, len(prompt), dry_run=True):
             self._give_up()

@@ -157,13 +157,22 @@ class Past(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._begin_behind(key_states.shape[-2])
-        if len(key_states) > self._rows:  # `generate` makes several answers: what is here is the beginning of each
-            self.batch_repeat_interleave(len(key_states) // self._rows)
-            self._rows = len(key_states)
+        self.repeat(len(key_states))
         if (appended := self._append(layer_idx, key_states, value_states)) is not None:
             return appended
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def repeat(self, rows: int) -> None:
+        """`generate` makes several answers of each row: what is here is the beginning of each."""
+        if rows <= self._rows:
+            return
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                layer.batch_repeat_interleave(rows // self._rows)
+            if isinstance(layer, LinearAttentionLayer):
+                _join_states([layer], layer, rows // self._rows)
+        self._rows = rows
 
     def count(self, tokens: int) -> None:
         """So many tokens come behind, in a past of states alone."""
@@ -279,10 +288,12 @@ class Past(DynamicCache):
 
 
 def count_tokens(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
-    """Count what `model` is about to compute behind a past. A hook of models that keep states alone."""
+    """Rows and tokens that `model` is about to compute behind a past. A hook of models that keep states."""
     past = next((value for value in options.values() if isinstance(value, Past)), None)
     if past is not None:
-        past.count((arguments[0] if arguments else options["input_ids"]).shape[1])
+        rows, tokens = (arguments[0] if arguments else options["input_ids"]).shape
+        past.repeat(rows)
+        past.count(tokens)
 
 
 def attention(layer: object) -> CacheLayerMixin:
@@ -328,12 +339,15 @@ def _aligned(rows: Sequence[torch.Tensor | None], columns: int, room: int = 0) -
     return joined
 
 
-def _join_states(rows: Sequence[LinearAttentionLayer], layer: LinearAttentionLayer) -> None:
-    """Begin `layer`, one of them, with the states of all rows; with zeros, as states begin, for one without tokens."""
+def _join_states(rows: Sequence[LinearAttentionLayer], layer: LinearAttentionLayer, times: int = 1) -> None:
+    """Begin `layer`, one of them, with the states of all rows; with zeros, as states begin, for one without tokens.
+    Each of them so many times.
+    """
     found = [{(name, index): state for name, index, state in states_of(row)} for row in rows]
     for name, index, state in list(states_of(layer)):
         kept = layer.conv_states if name == "conv" else layer.recurrent_states
-        kept[index] = torch.cat([row.get((name, index), torch.zeros_like(state)) for row in found])
+        joined = torch.cat([row.get((name, index), torch.zeros_like(state)) for row in found])
+        kept[index] = joined.repeat_interleave(times, dim=0)
 
 
 def _after_zeros(states: torch.Tensor, count: int) -> torch.Tensor:

@@ -156,12 +156,12 @@ class HostPrefixCache:
         )
         self._host.prepare()
         take_in(self._host)
-        counted = [] if self._past.has_attention else [model]
+        counted = [model] if self._past.states.num_bytes else []
         self._hooks = [each.register_forward_pre_hook(count_tokens, with_kwargs=True) for each in counted]
         self._lock = threading.RLock()
         self._weights = Weights(model, self.reset)
         self._resets = self._served = 0
-        self._dtype, self._is_closed = model.dtype, False
+        self._dtype, self._is_closed = _computes_in(model), False
         self._last_statistics: HostStatistics | None = None  # of a closed one
 
     @contextmanager
@@ -311,17 +311,16 @@ class HostPrefixCache:
     def _goes_on(self, prompts: Sequence[_Prompt], past: Past, tokens: int) -> None:
         """The model goes on with so many tokens behind the past."""
         begun, columns = past.get_seq_length(), prompts[0].row.pad + len(prompts[0].tokens)
-        if not begun:
-            return
+        self._check_dtype()
         with self._lock:
             if not self._is_closed:
-                self._weights.follow()
-            if prompts[0].resets != self._resets:
+                self._weights.follow()  # they may be others for the length of `generate` alone
+            if begun and prompts[0].resets != self._resets:
                 raise MisuseError(
                     "what this past holds was computed by other weights or adapters or in another mode: the cache was "
                     "reset since it was handed out"
                 )
-        if tokens > columns - begun:
+        if begun and tokens > columns - begun:
             raise MisuseError(
                 f"the past has the first {begun} of {columns} tokens, and the model is given {tokens}: give "
                 "those behind it, as `generate` does"
@@ -453,8 +452,16 @@ class HostPrefixCache:
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the cache is closed: make another one")
-        if self.model.dtype != self._dtype:
-            raise MisuseError(f"the model was cast to {self.model.dtype}, and its blocks are not: make another cache")
+        self._check_dtype()
+
+    def _check_dtype(self) -> None:
+        if (dtype := _computes_in(self.model)) != self._dtype:
+            raise MisuseError(f"the model computes in {dtype}, and its blocks are {self._dtype}: make another cache")
+
+
+def _computes_in(model: PreTrainedModel) -> torch.dtype:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 def _usual_device_bytes(planner: HybridChunkPlanner, max_model_len: int, block_bytes: int, host_bytes: int) -> int:

@@ -26,6 +26,7 @@ class PagedKV:
     A block holds `block_tokens` tokens of full attention; in a model without any, the largest other piece.
     """
 
+    @torch.inference_mode(False)  # blocks are written in any mode
     def __init__(self, past: ModelPast, num_blocks: int, block_tokens: int, device: torch.device) -> None:
         self.block_bytes = block_bytes(past, block_tokens)
         if device.type == "cpu":
