@@ -8,7 +8,7 @@ from itertools import permutations
 import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -34,6 +35,7 @@ from connector.vllm.metrics import (
     STATES,
     TIER_METRICS,
     CacheCounts,
+    CachePromMetrics,
     CacheStats,
     Kind,
     TierMoves,
@@ -630,3 +632,17 @@ def test_beside_an_offloading_connector_each_has_its_own_numbers(tmp_path, order
     labels = {"model_name": "llama", "engine": "0"}
     found = [board.registry.get_sample_value(f"{prefix}load_bytes_total", labels) for prefix in (PREFIX, OFFLOADING)]
     assert found == [5, 3]
+
+
+def test_two_engines_that_were_made_before_either_reports_both_report(tmp_path):
+    """As vLLM's own series, those of the later one are shown."""
+    config, types = vllm_config(tmp_path), {each: each for each in (Counter, Gauge, Histogram)}
+    labels = ["model_name", "engine"], {0: ["llama", "0"]}
+    first, second = (CachePromMetrics(config, types, *labels) for _ in range(2))
+    try:
+        for made, tokens in ((first, 3), (second, 5), (first, 1)):
+            made.observe({"hit_tokens": tokens})
+        shown = REGISTRY.get_sample_value(f"{PREFIX}hit_tokens_total", {"model_name": "llama", "engine": "0"})
+        assert shown == 5
+    finally:
+        unregister_vllm_metrics()

@@ -117,6 +117,13 @@ def test_blocks_that_running_requests_load_stay(start):
     engine.check_nothing_leaked()
 
 
+def test_a_session_without_a_whole_block_is_not_kept(start):
+    engine = start()
+    engine.submit([3] * (BLOCK - 2), session_id="short", max_tokens=1)
+    engine.drain()
+    assert ("short", None) not in engine.half._sessions._hashes
+
+
 def test_sessions_that_ended_longest_ago_are_forgotten(start, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_HASHES", 20)
     engine = start()

@@ -1,5 +1,6 @@
 """A tier of ours below the host memory of vLLM's tiering manager, which is vLLM's own, with its shared region."""
 
+import json
 import logging
 import time
 from contextlib import closing
@@ -10,6 +11,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics, TransferJob
 
+from connector.vllm_tiers import tier
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab.slab import Slab
 from cpu_prefix_cache.stores import frame, opening
@@ -150,6 +152,16 @@ def test_replicas_of_one_configuration_have_folders_of_their_own(tmp_path):
         one.compute("ab")
         other.compute("cd")
         assert (one.ask("abcd"), other.ask("abcd")) == ("ab..", "..cd")
+
+
+def test_another_configuration_of_the_same_weights_is_another_model(tmp_path):
+    """As with a rope scaling that is added to it: other positions, other KV."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(9000))
+    found = set()
+    for scaling in ({}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}):
+        (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 1e4, **scaling}))
+        found.add(tier._weights(str(tmp_path)))
+    assert len(found) == 2
 
 
 def test_keys_of_another_hash_are_refused(server):

@@ -108,7 +108,7 @@ def test_a_long_queue_is_noted_no_further_than_it_is_read():
     engine = with_tier(*prompts)
     queues(engine, *prompts)
     engine.works_off()
-    assert engine.seen.asked == 2
+    assert [*engine.cache._wants] == ["abcd", "efgh"] and engine.seen.asked == 0  # none was looked up
 
 
 def test_a_prompt_that_computing_brings_sooner_is_left_until_it_is_looked_up():
@@ -155,13 +155,23 @@ def test_a_request_that_is_looked_up_out_of_turn_gets_the_room_of_those_that_wai
     engine.steps_below()
     engine.works()
     assert engine.asks_as("first", "ijkl") == Hit(4 * GRID) and engine.seen.late == 0
-    assert [*engine.cache._queued] == ["efgh"]
+    assert [*engine.cache._queued] == ["efgh"] and engine.seen.asked == 1
     engine.admits("first", "ijkl")
     engine.works_off()
     for prompt in ("abcd", "efgh"):
         assert engine.admits(prompt, prompt) == Hit(4 * GRID)
     engine.works_off()
     assert engine.is_at_rest()
+
+
+def test_one_that_is_put_off_keeps_its_place_before_those_that_came_later():
+    prompts = ["abcd", "efgh", "mnop", "qrst"]
+    engine = with_tier("ijkl", *prompts)
+    queues(engine, *prompts)
+    engine.works_off()
+    engine.asks_as("first", "ijkl")
+    engine.steps_below()
+    assert [*engine.cache._queued] == ["efgh", "mnop", "qrst"]
 
 
 def test_a_tier_learns_the_hint_of_what_it_read_ahead(monkeypatch):

@@ -15,10 +15,12 @@ such as chunks in place of calls, keeps a name of its own.
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -173,6 +175,9 @@ TROUBLES = (
     "tier_state:read_only",
     "tier_state:paused",
 )
+
+
+_SHOWN: dict[str, Any] = {}  # by name, what the last engine of this process shows
 
 
 class CacheStats(KVConnectorStats):
@@ -374,13 +379,22 @@ class CachePromMetrics(KVConnectorPromMetrics):
                 series.set(value)
 
     def _shown(self, metric: Metric) -> Any:
-        """Under a name of our own where an OffloadingConnector beside this one has the common one."""
+        """A series in place of that of an earlier engine of this process, as vLLM's own. Under a name of ours where an
+        OffloadingConnector beside this connector has the common one.
+        """
+        name = metric.prefix + metric.name
         try:
-            return self._made(metric)
+            _SHOWN[name] = made = self._made(metric)
         except ValueError:
+            earlier = _SHOWN.pop(name, None)
+            if earlier is not None:
+                with suppress(KeyError):  # vLLM has taken it out
+                    REGISTRY.unregister(earlier)
+                return self._shown(metric)
             if metric.prefix == PREFIX:
                 raise
-            return self._made(replace(metric, prefix=PREFIX))
+            return self._shown(replace(metric, prefix=PREFIX))
+        return made
 
     def _made(self, metric: Metric) -> Any:
         labels = [*self._labelnames, *([] if metric.label is None else [metric.label])]

@@ -31,7 +31,8 @@ class Sessions:
 
     def ended(self, request: Request) -> None:
         session = versions.session_of(request)
-        if session is None or request.resumable:  # nothing of a session of streaming input is stored
+        # nothing of a session of streaming input is stored, nor of a prompt without a whole block
+        if session is None or request.resumable or not request.block_hashes:
             return
         of = session, request.cache_salt
         self._kept += len(request.block_hashes) - len(self._hashes.pop(of, ()))

@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from connector.tier.namespace import digest
 from connector.tier.options import TierOption
 from connector.tier.revision import new_revision
 from connector.vllm_tiers.namespace import row_namespace
@@ -190,7 +191,8 @@ def _weights(model: str) -> str:
             'revision ({"kind": "file", "path": ..., "bytes": ..., "revision": ...}), and another one whenever the '
             "weights change"
         )
-    return files
+    described = Path(model) / "config.json"  # of the same weights another rope scaling makes other KV
+    return f"{files}, configuration {digest(described.read_text())}" if described.is_file() else files
 
 
 def _piece(number: int, num_bytes: int) -> Piece:

@@ -84,6 +84,7 @@ class KeyedTier:
         self._questions = None if ask_seconds is None else KeyedQuestions(ask_seconds)
         self._revision: str | None = None  # as the last reset has named it
         self._transfers: dict[int, _Transfer] = {}  # by their numbers, in the order in which they began
+        self._loads: dict[int, float] = {}  # of these, when each began
         self._writing: dict[BlockName, None] = {}
         self._new: list[TransferPlan] = []
         self._resolved: list[int] = []
@@ -197,7 +198,7 @@ class KeyedTier:
 
     @property
     def _can_be_read(self) -> bool:
-        oldest = min((each.since for each in self._transfers.values() if each.pin is not None), default=self._now)
+        oldest = next(iter(self._loads.values()), self._now)
         return self._breakers[Direction.LOAD].is_closed(self._now) and self._now < oldest + STALL_SECONDS
 
     @property
@@ -215,6 +216,8 @@ class KeyedTier:
         copies = tuple(self._copies(transfer, blocks))
         self._new.append(TransferPlan(self._next_id, direction, copies, len(blocks) * self._block_bytes))
         self._transfers[self._next_id] = transfer
+        if direction is Direction.LOAD:
+            self._loads[self._next_id] = transfer.since
         self._next_id += 1
 
     def _copies(self, transfer: _Transfer, blocks: Sequence[int]) -> Iterator[GroupCopy]:
@@ -229,6 +232,7 @@ class KeyedTier:
 
     def _end(self, id: int, is_done: bool, refused: Collection[int]) -> None:
         transfer = self._transfers.pop(id)
+        self._loads.pop(id, None)
         self._resolved.append(id)
         direction = Direction.STORE if transfer.pin is None else Direction.LOAD
         self._breakers[direction].ended(is_done, self._now)

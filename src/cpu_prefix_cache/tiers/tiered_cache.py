@@ -234,7 +234,6 @@ class TieredCache(CPUPrefixCache):
             del self._queued[request.id]
             chosen = self._best(self._reachable(request, n0, host_end), 0)
             if chosen is not None:
-                self._asked += 1
                 self._noted(request, chosen, host_end, NEVER)
 
     def _want_expected(self) -> None:
@@ -263,7 +262,7 @@ class TieredCache(CPUPrefixCache):
         if want is not None:
             del self._wants[want.request.id]
             self._end_want(want)
-            self._queued[want.request.id] = want.request
+            self._queued = {want.request.id: want.request, **self._queued}
 
     def _end_ahead(self, ahead: Want) -> None:
         self._ahead = None
@@ -277,6 +276,7 @@ class TieredCache(CPUPrefixCache):
         """Begin the deadline of a request that was queued. It waits for what is read before it, too, although computing
         it may take less: others want the GPU as well.
         """
+        self._asked += 1
         before = takewhile(lambda each: each is not want, self._open)
         want.deadline = self._deadline(self.below.queue_bytes + want.unread + sum(each.unread for each in before))
 
