@@ -53,7 +53,6 @@ def local(tokens: int, block: int = 2) -> Group:
 
 
 STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=2_000)
-SINKS = SinkGroup(name="sinks", block_tokens=2, block_bytes=1_000, window_tokens=6, sink_tokens=3)
 LAYOUTS = {
     "full, window": [prefix(), window(6)],
     "full, state": [prefix(), STATE],

@@ -305,3 +305,12 @@ def test_two_chunks_with_one_hash_are_not_taken_for_each_other():
 def test_an_engine_that_shares_no_prefixes_is_refused(family, options):
     with pytest.raises(ConfigurationError, match="HostPrefixCache"):
         ContinuousPrefixCache(new_manager(model(family), **options), host_bytes="4MiB")
+
+
+def test_a_second_cache_on_one_manager_is_refused():
+    """To close one would end the other."""
+    manager = new_manager(model())
+    refused = pytest.raises(ConfigurationError, match="has host memory already")
+    with ContinuousPrefixCache(manager, host_bytes="4MiB"), refused:
+        ContinuousPrefixCache(manager, host_bytes="4MiB")
+    ContinuousPrefixCache(manager, host_bytes="4MiB").close()

@@ -22,7 +22,7 @@ def taken(kind: str) -> bool:
     return layers._classify_layer("the layer", layer, kind) != layers.LayerPast()
 
 
-def test_the_table_has_what_the_generator_takes():
+def test_the_table_has_what_a_past_takes():
     found = {row: {outcome(lambda kind=kind: taken(kind)) for kind in kinds} for row, kinds in KINDS.items()}
     assert {row: {cell} for row, cell in column("transformers").items()} == found
 

@@ -74,6 +74,8 @@ class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
         manager.start()
         manager.stop(keep_for_next_session=True)  # `generate_batch` takes it
         engine, self._cache = manager.batch_processor, manager.batch_processor.cache
+        if CALLS[0] in vars(self._cache):
+            raise ConfigurationError("this manager has host memory already: close that ContinuousPrefixCache first")
         is_async = manager.continuous_batching_config.use_async_batching
         if is_async or not self._cache.use_prefix_sharing or manager.distributed_helper.tp_size > 1:
             raise ConfigurationError(

@@ -181,8 +181,8 @@ class HostPrefixCache:
         of `HostCache.start`.
 
         Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`. The model's first call
-        with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for other tokens than
-        those behind the past.
+        with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for more tokens than
+        those behind the past. Other tokens of the same number are not seen, and would be kept under the key of these.
         """
         ids = token_ids(input_ids, self.model.device)
         others = {name: value for name, value in others.items() if value is not None}

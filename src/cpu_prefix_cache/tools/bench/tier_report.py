@@ -17,8 +17,6 @@ from typing import Any
 
 from cpu_prefix_cache.tools.bench.slot_rates import PLAIN, VERIFIED, SlotRate
 
-LARGE_SLOT = 2 << 20  # whose rate stands for the tier
-
 
 def tier_table(rates: Sequence[SlotRate]) -> str:
     plain = {(each.slot_bytes, each.direction): each.gb_per_s for each in rates if each.method == PLAIN}
