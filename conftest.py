@@ -4,7 +4,6 @@ Without torch `pytest` runs the tests of the deciding half. Where a package is i
 error. The deciding half itself imports none of them (tests/test_layering.py), so its tests are never left out.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -54,8 +53,9 @@ def _forget(path: Path) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Sends what a worker of xdist has left out; each of them collects all files."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        session.config.workeroutput[FROM_WORKER] = sorted(session.config.stash[LEFT_OUT])
+    output = getattr(session.config, "workeroutput", None)  # a run that a test of a worker starts has none
+    if output is not None:
+        output[FROM_WORKER] = sorted(session.config.stash[LEFT_OUT])
 
 
 @pytest.hookimpl(optionalhook=True)
