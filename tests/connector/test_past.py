@@ -5,6 +5,7 @@ zeroed while it is loaded, and the comparison fails.
 """
 
 import contextlib
+import copy
 import inspect
 import sys
 import threading
@@ -178,6 +179,22 @@ def test_other_ways_to_generate_are_those_of_transformers(family, options):
         ours, wanted = both_ways(cache, family, prompt, **{"max_new_tokens": 12} | options)
         assert torch.equal(ours.sequences, wanted.sequences)
         asked_right(cache, family, prompt)  # what several answers leave is one prompt's
+        check_at_rest(cache)
+
+
+@pytest.mark.parametrize("family", [*ATTENTION, *REPEATED_STATES])
+def test_a_copy_of_a_past_is_as_good_and_of_its_own(family):
+    """As transformers' guide reuses a prefix."""
+    prompt = document(1, 100)
+    with hit_of(family, prompt) as cache:
+        with cache.past(row(prompt)) as past:
+            copied = copy.deepcopy(past)
+            answers = [generated(family, prompt, past_key_values=each) for each in (copied, past)]
+        assert past.hit_tokens == copied.hit_tokens > 0
+        wanted = generated(family, prompt)
+        for ours in answers:
+            assert max(map(error, ours.logits, wanted.logits)) < TOLERANCE
+        asked_right(cache, family, prompt)
         check_at_rest(cache)
 
 

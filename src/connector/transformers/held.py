@@ -8,6 +8,7 @@ Each prompt is brought in as a past of one row. The rows of a batch end in the s
 attention mask of the batch hides. Beams and candidates, which `generate` makes of a row, have its prompt in common.
 """
 
+import copy
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -112,6 +113,13 @@ class Past(DynamicCache):
         self._count = None if past.has_attention else TokenCount()
         self._keep_whole_blocks()
         self.layers += [] if self._count is None else [self._count]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
+        """A past of its own, of the same prompts of the same cache."""
+        memo |= {id(shared): shared for shared in (self._goes_on, self._kv, self._past)}
+        memo[id(self)] = new = Past.__new__(Past)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def hand_out(self, inputs: dict[str, torch.Tensor], goes_on: Callable[[int], object]) -> None:
         """Nothing more is filled in. `goes_on` is called with how many tokens first come behind it."""
