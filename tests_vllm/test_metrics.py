@@ -639,6 +639,7 @@ def test_two_engines_that_were_made_before_either_reports_both_report(tmp_path):
     config, types = vllm_config(tmp_path), {each: each for each in (Counter, Gauge, Histogram)}
     labels = ["model_name", "engine"], {0: ["llama", "0"]}
     first, second = (CachePromMetrics(config, types, *labels) for _ in range(2))
+    unregister_vllm_metrics()  # of other tests
     try:
         for made, tokens in ((first, 3), (second, 5), (first, 1)):
             made.observe({"hit_tokens": tokens})

@@ -100,17 +100,6 @@ def test_a_rank_without_a_share_has_ended_at_once_and_copies_nothing():
     assert stage.shares[0].of_transfer(store) == store
 
 
-def test_ranks_write_equal_shares_wherever_the_pieces_lie():
-    """As pieces do that alternate with those of another group: all in even places."""
-    stage = Ranks(2)
-    bytes_of = [0, 0]
-    for _ in range(4):
-        store = stage.transfer(Direction.STORE, [0, 2, 4], [0, 2, 4])
-        for rank, share in enumerate(stage.shares):
-            bytes_of[rank] += share.of_transfer(store).num_bytes
-    assert bytes_of[0] == bytes_of[1] > 0
-
-
 def test_every_rank_has_all_of_a_load():
     stage = Ranks(2)
     load = stage.transfer(Direction.LOAD, [0, 1], [5, 6])

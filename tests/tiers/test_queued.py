@@ -164,16 +164,6 @@ def test_a_request_that_is_looked_up_out_of_turn_gets_the_room_of_those_that_wai
     assert engine.is_at_rest()
 
 
-def test_one_that_is_put_off_keeps_its_place_before_those_that_came_later():
-    prompts = ["abcd", "efgh", "mnop", "qrst"]
-    engine = with_tier("ijkl", *prompts)
-    queues(engine, *prompts)
-    engine.works_off()
-    engine.asks_as("first", "ijkl")
-    engine.steps_below()
-    assert [*engine.cache._queued] == ["efgh", "mnop", "qrst"]
-
-
 def test_a_tier_learns_the_hint_of_what_it_read_ahead(monkeypatch):
     engine, hints = with_tier("abcd"), []
     touch = engine.cache.below.pool.touch

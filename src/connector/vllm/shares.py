@@ -1,8 +1,8 @@
 """The part of a step's plan that one rank copies. The plan itself is the same for all ranks.
 
 groups   A pipeline stage has some of the model's groups, and numbers them from 0. Copies of other groups are left out.
-pieces   Ranks that hold the same bytes share one host region. The pieces of a store are dealt out to them in turn, so
-         that all links carry an equal share. Every rank reads all pieces of a load.
+pieces   Ranks that hold the same bytes share one host region. Each piece of a store is written by one rank, chosen by
+         its position in the region, so that all links carry an equal share. Every rank reads all pieces of a load.
 lanes    Where each rank has bytes of its own beside these, a host block is a row of lanes. What is the same on all
          ranks takes whole rows, and of the rest each rank its lane of them, to write and to read.
 
@@ -48,7 +48,7 @@ class Share:
         mine = {group: at for at, group in enumerate(self.groups)}
         copies = [copy._replace(group=mine[copy.group]) for copy in transfer.copies if copy.group in mine]
         if transfer.direction is Direction.STORE and self.ranks > 1:
-            copies = [dealt for copy in copies if (dealt := self._dealt(copy, transfer.id)).host_blocks]
+            copies = [dealt for copy in copies if (dealt := self._dealt(copy)).host_blocks]
         carried = sum(_num_bytes(copy, self.pieces[copy.group]) for copy in copies)
         return transfer._replace(copies=tuple(map(self._by_lane, copies)), num_bytes=carried)
 
@@ -57,16 +57,16 @@ class Share:
         unfit = ((id, tuple(block // self.lanes for block in blocks)) for id, blocks in report.unfit)
         return report._replace(unfit=tuple(unfit)) if report.unfit else report
 
-    def _dealt(self, copy: GroupCopy, turn: int) -> GroupCopy:
+    def _dealt(self, copy: GroupCopy) -> GroupCopy:
         piece = self.pieces[copy.group]
-        return copy if piece.lanes > 1 else written_by(copy, piece, self.rank, self.ranks, turn)
+        return copy if piece.lanes > 1 else written_by(copy, piece, self.rank, self.ranks)
 
     def _by_lane(self, copy: GroupCopy) -> GroupCopy:
         lanes = range(self.lanes) if self.pieces[copy.group].lanes == 1 else (self.rank,)
         return copy._replace(host_blocks=tuple(block * self.lanes + at for block in copy.host_blocks for at in lanes))
 
 
-def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int, turn: int = 0) -> GroupCopy:
+def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
     """The part of `copy` that this rank writes.
 
     >>> from cpu_prefix_cache.model.groups import PrefixGroup
@@ -75,7 +75,7 @@ def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int, turn: int =
     GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7), labels=())
     """
     here, there = piece.host_blocks, piece.device_blocks
-    mine = range((rank - turn) % ranks, len(copy.host_blocks) // here, ranks)
+    mine = [at for at, block in enumerate(copy.host_blocks[::here]) if block // here % ranks == rank]
     return GroupCopy(
         copy.group,
         tuple(block for at in mine for block in copy.host_blocks[at * here : (at + 1) * here]),

@@ -262,7 +262,7 @@ class TieredCache(CPUPrefixCache):
         if want is not None:
             del self._wants[want.request.id]
             self._end_want(want)
-            self._queued = {want.request.id: want.request, **self._queued}
+            self._queued[want.request.id] = want.request
 
     def _end_ahead(self, ahead: Want) -> None:
         self._ahead = None
