@@ -2,7 +2,8 @@
 
 groups   A pipeline stage has some of the model's groups, and numbers them from 0. Copies of other groups are left out.
 pieces   Ranks that hold the same bytes share one host region. Each piece of a store is written by one rank, chosen by
-         its position in the region, so that all links carry an equal share. Every rank reads all pieces of a load.
+         its position in the region, so that all links carry an equal share, unless pieces of other groups lie between.
+         Every rank reads all pieces of a load.
 lanes    Where each rank has bytes of its own beside these, a host block is a row of lanes. What is the same on all
          ranks takes whole rows, and of the rest each rank its lane of them, to write and to read.
 
