@@ -383,18 +383,16 @@ class CachePromMetrics(KVConnectorPromMetrics):
         OffloadingConnector beside this connector has the common one.
         """
         name = metric.prefix + metric.name
+        if name in _SHOWN:
+            with suppress(KeyError):  # vLLM has taken it out
+                REGISTRY.unregister(_SHOWN.pop(name))
         try:
-            _SHOWN[name] = made = self._made(metric)
+            _SHOWN[name] = self._made(metric)
         except ValueError:
-            earlier = _SHOWN.pop(name, None)
-            if earlier is not None:
-                with suppress(KeyError):  # vLLM has taken it out
-                    REGISTRY.unregister(earlier)
-                return self._shown(metric)
             if metric.prefix == PREFIX:
                 raise
             return self._shown(replace(metric, prefix=PREFIX))
-        return made
+        return _SHOWN[name]
 
     def _made(self, metric: Metric) -> Any:
         labels = [*self._labelnames, *([] if metric.label is None else [metric.label])]

@@ -15,6 +15,7 @@ A row holds what all ranks have of a chunk, and its bytes are those of a slot: f
 thread of its own writes and reads its files. vLLM does not notify a tier of new weights, only of resets.
 """
 
+import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -192,7 +193,7 @@ def _weights(model: str) -> str:
             "weights change"
         )
     described = Path(model) / "config.json"  # of the same weights another rope scaling makes other KV
-    return f"{files}, configuration {digest(described.read_text())}" if described.is_file() else files
+    return f"{files}, configuration {digest(json.loads(described.read_text()))}" if described.is_file() else files
 
 
 def _piece(number: int, num_bytes: int) -> Piece:
@@ -201,10 +202,10 @@ def _piece(number: int, num_bytes: int) -> Piece:
 
 
 def _name(key: OffloadKey) -> BlockName:
-    digest = get_offload_block_hash(key)
-    if len(digest) != DIGEST_BYTES:
+    hash = get_offload_block_hash(key)
+    if len(hash) != DIGEST_BYTES:
         raise ConfigurationError(
-            f"a tier needs cryptographic keys, and vLLM's have {len(digest)} bytes; start it with "
+            f"a tier needs cryptographic keys, and vLLM's have {len(hash)} bytes; start it with "
             f"--prefix-caching-hash-algo {CRYPTOGRAPHIC[0]}"
         )
-    return BlockName(digest, get_offload_group_idx(key))
+    return BlockName(hash, get_offload_group_idx(key))

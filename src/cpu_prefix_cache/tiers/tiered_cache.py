@@ -228,11 +228,11 @@ class TieredCache(CPUPrefixCache):
         """Note wants of queued requests, first come, first served, as far as there is room."""
         while self._queued and self._promoted + self._unread // self.planner.host_block_bytes < self._budget:
             request = next(iter(self._queued.values()))
-            n0, host_end = self._here(request)
-            if self._unknown_until(request, n0, host_end, 0) is not None:
+            early = self._early(request)
+            if early is None:
                 return
             del self._queued[request.id]
-            chosen = self._best(self._reachable(request, n0, host_end), 0)
+            chosen, host_end = early
             if chosen is not None:
                 self._noted(request, chosen, host_end, NEVER)
 
@@ -245,15 +245,24 @@ class TieredCache(CPUPrefixCache):
         if ahead is not None and (is_needed or ahead.is_over or ahead.request is not first):
             self._end_ahead(ahead)
         while self._ahead is None and not is_needed and (first := self._expected.first(self._now)) is not None:
-            n0, host_end = self._here(first)
-            if self._unknown_until(first, n0, host_end, 0) is not None:
+            early = self._early(first)
+            if early is None:
                 return
-            chosen = self._best(self._reachable(first, n0, host_end), 0)
+            chosen, host_end = early
             if chosen is not None and self._expected.has_room(chosen.num_bytes // self.planner.host_block_bytes):
                 self._ahead = self._noted(first, chosen._replace(num_bytes=0), host_end, NEVER)  # nobody waits for it
             else:
                 self.below.admitted(first.id)
                 self._expected.done(first)
+
+    def _early(self, request: Request) -> tuple[Candidate | None, int] | None:
+        """The best to read of a request before its lookup, if anything, and the end of what the host has. None: a
+        store has not answered yet.
+        """
+        n0, host_end = self._here(request)
+        if self._unknown_until(request, n0, host_end, 0) is not None:
+            return None
+        return self._best(self._reachable(request, n0, host_end), 0), host_end
 
     def _put_off_a_queued_one(self) -> None:
         """Give up what was read for the last request that was not looked up yet: one that was lacks room."""
