@@ -8,6 +8,7 @@ import ast
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 # Pairs: a module and a public name of it; a class and a field of it, or a method, as "name(self, parameter)" or, if it
 # has to be overridden, "abstract name(self, parameter)".
@@ -149,3 +150,10 @@ def listed(parameters: str) -> list[str]:
 
 def abstract(contract: Contract, owner: str) -> set[str]:
     return {name_of(each) for each in members(contract, owner) if each.startswith(ABSTRACT)}
+
+
+def imported_from_vllm(package: ModuleType) -> list[ast.ImportFrom]:
+    """Each import of names of vLLM in the files of a package of ours."""
+    texts = [path.read_text() for path in Path(str(package.__file__)).parent.glob("*.py")]
+    found = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return [node for node in found if str(node.module).startswith("vllm.")]

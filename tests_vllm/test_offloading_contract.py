@@ -1,21 +1,18 @@
 """Our policies against what a policy is in every release of vLLM on file."""
 
-import ast
 import inspect
-from pathlib import Path
 
 import pytest
 
 import connector.vllm_offloading
 from connector.vllm_offloading import AdaptivePolicy
 from connector.vllm_offloading.interface import NEEDED
-from tests_vllm.contract import abstract, methods, names
+from tests_vllm.contract import abstract, imported_from_vllm, methods, names
 from tests_vllm.releases import recorded
 
 RELEASES = recorded()
 FIRST = "0.31.0"
 SERVED = [number for number in RELEASES if number >= FIRST]
-SOURCES = [path.read_text() for path in Path(connector.vllm_offloading.__file__).parent.glob("*.py")]
 
 
 @pytest.mark.parametrize("number", RELEASES)
@@ -39,8 +36,7 @@ def test_every_method_of_a_policy_takes_what_the_release_gives(number):
 
 @pytest.mark.parametrize("number", SERVED)
 def test_imported_names_exist(number):
-    imports = [node for text in SOURCES for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    theirs = [node for node in imports if node.module.startswith("vllm.")]
+    theirs = imported_from_vllm(connector.vllm_offloading)
     assert theirs
     for node in theirs:
         assert {each.name for each in node.names} <= names(RELEASES[number], node.module)

@@ -1,19 +1,16 @@
 """Our tier against what a secondary tier is in every release of vLLM on file."""
 
-import ast
 import inspect
-from pathlib import Path
 
 import pytest
 
 import connector.vllm_tiers
 from connector.vllm_tiers import PrefixCacheTier
-from tests_vllm.contract import abstract, methods, names
+from tests_vllm.contract import abstract, imported_from_vllm, methods, names
 from tests_vllm.releases import recorded
 
 RELEASES = recorded()
 THEIRS = "SecondaryTierManager"
-SOURCES = [path.read_text() for path in Path(connector.vllm_tiers.__file__).parent.glob("*.py")]
 READ = {  # of vLLM's objects, what ours reads
     "OffloadingSpec": {"config"},
     "OffloadingConfig": {
@@ -60,8 +57,7 @@ def test_every_field_that_is_read_exists(number):
 
 @each_release
 def test_every_imported_name_exists(number):
-    imports = [node for text in SOURCES for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    theirs = [node for node in imports if node.module.startswith("vllm.")]
+    theirs = imported_from_vllm(connector.vllm_tiers)
     assert theirs
     for node in theirs:
         assert {each.name for each in node.names} <= names(RELEASES[number], node.module)

@@ -10,6 +10,12 @@ def error(logits, reference):
     return float((logits - reference).abs().max() / reference.std())
 
 
+def apart(ours, wanted):
+    """How far the logits of two answers are apart, at most, and whether their tokens are equal."""
+    off = max(error(*both) for both in zip(ours.logits, wanted.logits, strict=True))
+    return off, bool(torch.equal(ours.sequences, wanted.sequences))
+
+
 def prompt(seed, length=208):
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed))
 

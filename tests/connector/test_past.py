@@ -21,7 +21,7 @@ from connector.transformers.paged import block_bytes, groups_of
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, MisuseError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES, build_family
-from tests.connector.running import BLOCK, document, error, last_boundary
+from tests.connector.running import BLOCK, apart, document, error, last_boundary
 
 TOLERANCE = 1e-4
 LONGEST = 140
@@ -76,9 +76,7 @@ def asked(cache, family, tokens):
     """A prompt answered with its past: that, how far the logits are off, and whether the tokens are equal."""
     with cache.past(row(tokens)) as past:
         ours = generated(family, tokens, past_key_values=past)
-    wanted = plain(family, tuple(tokens))
-    off = max(error(a, b) for a, b in zip(ours.logits, wanted.logits, strict=True))
-    return past, off, bool(torch.equal(ours.sequences, wanted.sequences))
+    return past, *apart(ours, plain(family, tuple(tokens)))
 
 
 def asked_right(cache, family, tokens):

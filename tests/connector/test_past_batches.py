@@ -11,7 +11,7 @@ from connector.transformers import ModelPast, Past, PromptRefused
 from connector.transformers.paged import groups_of
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES
-from tests.connector.running import BLOCK, document, error
+from tests.connector.running import BLOCK, apart, document, error
 from tests.connector.test_past import GREEDY, SEEN, TOLERANCE, asked_right, cache_of, check_at_rest, evict_all, model
 
 PAD = 319
@@ -37,9 +37,7 @@ def asked(cache, family, prompts, **options):
     inputs = padded(prompts)
     with cache.past(**inputs) as past:
         ours = generated(family, past.inputs, past_key_values=past, **options)
-    wanted = generated(family, inputs, **options)
-    off = max(error(a, b) for a, b in zip(ours.logits, wanted.logits, strict=True))
-    return past, off, bool(torch.equal(ours.sequences, wanted.sequences))
+    return past, *apart(ours, generated(family, inputs, **options))
 
 
 def batch_right(cache, family, prompts):

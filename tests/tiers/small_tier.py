@@ -253,6 +253,14 @@ class Tiered(Engine):
         return idle == [0, 0] and not self.cache.has_transfers
 
 
+def with_tier(*prompts: str, **options: Any) -> Tiered:
+    """An engine whose tier has these prompts, and whose host has none."""
+    engine = Tiered(**{"host": 32} | options)
+    for prompt in prompts:
+        engine.tier_has(prompt)
+    return engine
+
+
 def chain_names(prompt: str) -> list[str]:
     return [prompt[: end + 1] for end in range(len(prompt))]
 

@@ -6,19 +6,12 @@ from cpu_prefix_cache import Hit, Miss, Pending
 from cpu_prefix_cache.deciding import CPUPrefixCache, Request
 from cpu_prefix_cache.tiers import tiered_cache
 from property_tests.strategies import chain
-from tests.tiers.small_tier import GRID, Shared, Tiered, chain_names
+from tests.tiers.small_tier import GRID, Shared, chain_names, with_tier
 
 
 @pytest.fixture(autouse=True)
 def slices_of_two_chunks(monkeypatch):
     monkeypatch.setattr(tiered_cache, "READ_BYTES", 2 * 4096)
-
-
-def with_tier(*prompts, **options):
-    engine = Tiered(**{"host": 32} | options)
-    for prompt in prompts:
-        engine.tier_has(prompt)
-    return engine
 
 
 def queues(engine, *prompts):
