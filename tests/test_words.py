@@ -20,7 +20,13 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src"
 PACKAGE = LIBRARY / "cpu_prefix_cache"
 SUITES = [*(ROOT / name for name in ("benchmarks", "examples", "mutants", "property_tests")), *ROOT.glob("tests*")]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "property_tests" / "README.md", PACKAGE / "README.md"]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob(".github/*.md"),
+    *ROOT.glob("docs/*.md"),
+    ROOT / "property_tests" / "README.md",
+    PACKAGE / "README.md",
+]
 
 FIRST = re.compile(r"\W*(what|of|who|whose|that|those|and)\b", re.IGNORECASE)
 SPEECH = re.compile(r"(?<![\w/])(said|told|heard|asked|says|tells)\b", re.IGNORECASE)

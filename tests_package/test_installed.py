@@ -17,7 +17,7 @@ def python(wheel, tmp_path_factory) -> Path:
     run([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    run([*pip, "--constraint", ROOT / "constraints.txt", wheel], folder)
+    run([*pip, "--constraint", ROOT / "requirements/constraints.txt", wheel], folder)
     return python
 
 

@@ -9,7 +9,7 @@ from builtin_models import build_model
 from connector.transformers import HostPrefixCache
 from connector.transformers.versions import FIRST, LAST, is_tested, warn_if_untested
 
-HOME = Path(__file__).parents[2]
+PINS = Path(__file__).parents[2] / "requirements"
 NAME = "connector.transformers.versions"
 VERSION = f"{NAME}.transformers.__version__"
 
@@ -25,7 +25,7 @@ def warns_again():
     ("file", "release"), [("constraints.txt", FIRST), ("constraints-transformers-newest.txt", LAST)]
 )
 def test_ci_runs_both_ends_of_the_range(file, release):
-    [pin] = re.findall(r"^transformers==(\d+)\.(\d+)\.\d+$", (HOME / file).read_text(), re.MULTILINE)
+    [pin] = re.findall(r"^transformers==(\d+)\.(\d+)\.\d+$", (PINS / file).read_text(), re.MULTILINE)
     assert tuple(map(int, pin)) == release
 
 
