@@ -31,8 +31,8 @@ test-deciding: $(DECIDING_VENV)/installed
 # engine are frozen and hang for 8 s, and fill up and go.
 test-long: $(VENV)/installed
 	EXAMPLES=8 $(BIN)/python -m pytest $(wildcard property_tests/*_machine.py)
-	CRASH_KILLS=200 $(BIN)/python -m pytest tests/slab/test_crash.py
-	COMPILE_ALL=1 $(BIN)/python -m pytest tests/copier/test_kernels_compile.py
+	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
+	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py
 	DISK_SECONDS=8 $(BIN)/python -m pytest tests_stores/disk
 	LIES=all $(BIN)/python -m pytest tests_stores/test_lying_servers.py
@@ -100,7 +100,7 @@ test-field: $(VENV)/installed $(VLLM_VENV)/installed
 # On a machine with a CUDA or HIP device, in an environment that has torch and Triton for it.
 test-gpu:
 	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu \
-		tests/copier/test_contract.py tests/memory/test_driver_contract.py
+		tests/unit/copier/test_contract.py tests/unit/memory/test_driver_contract.py
 	PYTHONPATH=src:. $(PYTHON) -m tests_gpu.tier_round_trip
 
 # Where vLLM is installed for a GPU, too.

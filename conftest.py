@@ -1,7 +1,7 @@
 """Files whose packages are not installed: left out, counted in the last lines, and without xdist named there.
 
 Without torch `pytest` runs the tests of the deciding half. Where a package is installed, an error of its import is an
-error. The deciding half itself imports none of them (tests/test_layering.py), so its tests are never left out.
+error. The deciding half itself imports none of them (tests/unit/test_layering.py), so its tests are never left out.
 """
 
 import sys

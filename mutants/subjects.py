@@ -34,10 +34,10 @@ def _python_files(root: Path, folders: tuple[str, ...], left_out: frozenset[str]
 SUBJECTS = {
     "deciding": Subject(
         code=("src/cpu_prefix_cache",),
-        tests=("tests", "property_tests"),
+        tests=("tests/unit", "property_tests"),
         code_left_out=frozenset({"copier", "memory", "tools"}),
         tests_left_out=frozenset(
-            {"bench", "connector", "copier", "examples", "memory", "mutants", "packaging", "replay", "test_links.py"}
+            {"bench", "copier", "examples", "memory", "mutants", "packaging", "replay", "test_links.py"}
         ),
     ),
     "connectors": Subject(

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup
-from tests.copier.simulated import simulated_copier
-from tests.simulated_driver import SimulatedDriver
-from tests.simulated_streams import SimulatedStreams
+from tests.support.simulated_driver import SimulatedDriver
+from tests.support.simulated_streams import SimulatedStreams
+from tests.unit.copier.simulated import simulated_copier
 
 POISON = 0xAB
 MAX_FRAGMENTS = 20  # of one group in one copy: what the interpreter does in some milliseconds

@@ -26,7 +26,7 @@ from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.testing import MeddlingCopier
 from radix_engine import engine as radix_engine
 from radix_engine import host as radix_host
-from tests.poison import poison
+from tests.support.poison import poison
 from tiny_model import TinyModel, answer_alone
 
 DEVICE_TOKENS, CHUNK_TOKENS = 160, 16

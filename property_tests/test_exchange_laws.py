@@ -23,8 +23,8 @@ from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
 from cpu_prefix_cache.testing import MeddlingCopier
-from tests.copier.bench import Shapes
-from tests.threads import eventually
+from tests.support.threads import eventually
+from tests.unit.copier.bench import Shapes
 
 LOAD = 100  # its id; those of the stores are numbers from 0
 TROUBLES = ["raises", "fails on the link", "is interrupted"]

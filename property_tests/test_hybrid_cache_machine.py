@@ -30,7 +30,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from property_tests.engines import HybridSlots, cache_options
 from property_tests.strategies import chain, pick, positions, prompts
 from property_tests.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine, Sequence
-from tests.sinks import SinkGroup
+from tests.support.sinks import SinkGroup
 
 
 def prefix(name: str = "full", tokens: int = GRID, size: int = 3_000, ahead: int = 0) -> Group:

@@ -18,7 +18,7 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.planner import FAR_CHUNKS, SMALLEST_SPLIT_BYTES, TOKENS_PER_CHECKPOINT
 from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
-from tests.sinks import SinkGroup
+from tests.support.sinks import SinkGroup
 
 BLOCKS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 48])  # all divide 48, so a grid never passes it
 SMALL_BYTES = st.integers(1, 5_000)

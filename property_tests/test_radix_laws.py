@@ -9,7 +9,7 @@ from itertools import islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.radix_trial import RadixTrial
+from tests.support.radix_trial import RadixTrial
 
 PAGES = 24
 

@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from tests.troubled_copiers import COPIERS
+from tests.support.troubled_copiers import COPIERS
 
 DEVICE_BLOCKS = {16: 40, 256: 6}
 PROMPTS = {16: 60, 256: 24}

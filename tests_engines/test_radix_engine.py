@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from radix_engine import engine, host
-from tests.poison import poison
-from tests.troubled_copiers import COPIERS
+from tests.support.poison import poison
+from tests.support.troubled_copiers import COPIERS
 from tests_engines.glue import code_lines
 
 HOME = Path(__file__).parents[1] / "examples" / "radix_engine"

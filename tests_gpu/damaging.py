@@ -10,7 +10,7 @@ from typing import Any
 
 from connector.vllm import CPUPrefixCacheConnector, worker
 from cpu_prefix_cache.testing import CorruptingCopier
-from tests.faults import damaging
+from tests.support.faults import damaging
 
 __all__ = ["CPUPrefixCacheConnector"]
 NAME, DRAFTER = "DAMAGED", "drafter"

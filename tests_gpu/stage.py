@@ -9,7 +9,7 @@ from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.deciding import Direction, GroupCopy, TransferPlan
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.plan import StepPlan
-from tests.copier.bench import POISON, shapes_of
+from tests.unit.copier.bench import POISON, shapes_of
 
 DEVICE = torch.device("cuda", 0)
 

@@ -9,7 +9,7 @@ from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.memory.arena import HostArena
-from tests.copier.bench import POISON, Shapes, piece_of, shapes_of
+from tests.unit.copier.bench import POISON, Shapes, piece_of, shapes_of
 from tests_gpu.stage import DEVICE, Stage, random_bytes
 
 

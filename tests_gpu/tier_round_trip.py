@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from cpu_prefix_cache import FileTier, Hit, HostCache, Miss, Pending, Prefix, keys_and_values
-from tests.small_engine import SmallEngine
+from tests.support.small_engine import SmallEngine
 
 TOKENS = 16
 LAYERS = 16

@@ -9,7 +9,7 @@ from tests_package.conftest import run
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 # Quick ones that read files of the repository beside the code.
-SOME = ["tests/test_layering.py", "tests/test_hybrid_models.py", "tests/plugin"]
+SOME = ["tests/unit/test_layering.py", "tests/unit/test_hybrid_models.py", "tests/unit/plugin"]
 
 
 def test_every_test_can_be_collected(unpacked):
@@ -27,6 +27,6 @@ def test_control_they_read_the_code_beside_them(unpacked):
     text = file.read_text()
     file.write_text(text + "\nraise RuntimeError('planted')\n")
     try:
-        assert "planted" in run([*PYTEST, "tests/test_hybrid_models.py"], unpacked, expected=2)
+        assert "planted" in run([*PYTEST, "tests/unit/test_hybrid_models.py"], unpacked, expected=2)
     finally:
         file.write_text(text)

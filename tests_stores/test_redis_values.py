@@ -9,7 +9,7 @@ import pytest
 from cpu_prefix_cache.stores.deletions import CREDITS
 from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.redis_store import RedisStore
-from tests.stores.test_keyed_values import Rank, labels
+from tests.unit.stores.test_keyed_values import Rank, labels
 
 pytestmark = pytest.mark.needs("redis")
 

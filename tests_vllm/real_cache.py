@@ -25,7 +25,7 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.messages.stats import CacheStatistics
-from tests.faults import damaging
+from tests.support.faults import damaging
 from tests_vllm.models import MODELS, some_tokens
 from tests_vllm.real_engine import BLOCK, PATIENCE, Answer, RealEngine, cold_answers
 

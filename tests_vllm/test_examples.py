@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from connector.vllm.metrics import OFFLOADING, PREFIX
 from connector.vllm.settings import checked_options
 from cpu_prefix_cache import ConfigurationError
-from tests.examples.vllm_alerts import CASES, ENGINE
+from tests.unit.examples.vllm_alerts import CASES, ENGINE
 from tests_vllm.real_cache import HOST_BYTES, PROMPTS, CachedEngine, folder_of
 
 ROOT = Path(__file__).parents[1]

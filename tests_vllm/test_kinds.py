@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 from connector.vllm import groups
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.settings import Settings
-from tests.kinds import ANEW, KEPT, REFUSED, column, outcome
+from tests.support.kinds import ANEW, KEPT, REFUSED, column, outcome
 from tests_vllm.engine import BLOCK, full, latent, local, replayed, state, vllm_config, window
 
 HEADS = dict(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)

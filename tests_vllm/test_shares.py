@@ -16,7 +16,7 @@ from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import PrefixGroup
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.model.planner import Piece
-from tests.copier.bench import POISON, poisoned, randoms, raw, shapes_of
+from tests.unit.copier.bench import POISON, poisoned, randoms, raw, shapes_of
 
 HOST_BLOCK = 64
 DEVICE_PIECES = 5

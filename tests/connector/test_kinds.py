@@ -3,7 +3,7 @@
 from transformers import cache_utils
 
 from connector.transformers import layers
-from tests.kinds import KEPT, column, outcome
+from tests.support.kinds import KEPT, column, outcome
 
 KINDS = {
     "full attention": {"full_attention"},

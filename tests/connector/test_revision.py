@@ -9,7 +9,7 @@ from connector.tier.options import TierOption
 from connector.tier.revision import MAX_BYTES, read_revision, reset
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.testing import MemoryStore
-from tests.stores.test_shared import engine_with, serve, shared
+from tests.unit.stores.test_shared import engine_with, serve, shared
 
 
 def engines_that_were_reset(*files):

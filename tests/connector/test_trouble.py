@@ -18,7 +18,7 @@ from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from random_models import FAMILIES
 from tests.connector.running import document, last_boundary
 from tests.connector.serving import Pair, model, on_host, planner_of
-from tests.sizes import sizes_of_containers
+from tests.support.sizes import sizes_of_containers
 
 WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.troubled_copiers import COPIERS
+from tests.support.troubled_copiers import COPIERS
 from tests_engines.atom import source  # noqa: F401  # before ATOM is imported
 
 # isort: split

@@ -12,7 +12,7 @@ import torch
 from connector.atom.tensors import bind
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.deciding import Direction, GroupCopy
-from tests.copier.bench import shapes_of
+from tests.unit.copier.bench import shapes_of
 from tests_engines.atom.double.atom.config import KVCacheTensor
 from tests_engines.atom.double.atom.kv_transfer.disaggregation.types import KVTransferRegion, KVTransferTensors
 from tests_engines.atom.peer import cases, their

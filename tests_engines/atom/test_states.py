@@ -22,7 +22,7 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing import CorruptingCopier, LateCopier, MeddlingCopier
-from tests.troubled_copiers import COPIERS
+from tests.support.troubled_copiers import COPIERS
 from tests_engines.atom import mends
 from tests_engines.atom.engine import transfer_config
 from tests_engines.atom.simulation import CONTROL, simulate

@@ -20,7 +20,7 @@ from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.copier.streams import Stored
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import LateCopier, MeddlingCopier
-from tests.troubled_copiers import COPIERS
+from tests.support.troubled_copiers import COPIERS
 from tests_engines.atom import mends
 from tests_engines.atom.engine import EOS, POISON, Engine, config_of, transfer_config
 

@@ -17,7 +17,7 @@ from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.deciding import Direction, GroupCopy, PrefixGroup, StateGroup
 from cpu_prefix_cache.testing import CorruptingCopier
-from tests.copier.bench import DEVICE, POISON, poisoned
+from tests.unit.copier.bench import DEVICE, POISON, poisoned
 from tests_engines.atom.double.layouts import FP8, LAYOUTS, Model, latent, multi_head, pages_and_slots
 from tests_engines.atom.test_double import real
 

@@ -33,7 +33,7 @@ from cpu_prefix_cache.messages.numbers import check_whole
 
 TOKEN_BYTES = 4
 LENGTH_BYTES = 8
-FORMAT = b"cpu-prefix-cache/1"  # golden vectors in tests/test_hashing.py hold what follows from it
+FORMAT = b"cpu-prefix-cache/1"  # golden vectors in tests/unit/test_hashing.py hold what follows from it
 ITEMS = b"\x01"
 CHECKPOINT = b"\x02"
 KEEP_APART = frozenset({"salt", "cache_salt", "tenant"})  # fields somebody may want to get around

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.copier.bench import DEVICE
+from tests.unit.copier.bench import DEVICE
 
 from .atom.config import KVCacheTensor
 from .atom.kv_transfer.disaggregation.types import KVTransferRegion, KVTransferTensors

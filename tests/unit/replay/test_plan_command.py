@@ -1,0 +1,237 @@
+"""`plan`: its numbers are those of `replay`, GPUs and money those of arithmetic, and README's line runs as printed."""
+
+import gzip
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from examples.plan import make_trace
+
+from cpu_prefix_cache.tools.cli import main
+from tests.unit.replay.traces import mooncake_lines, write
+
+ROOT = Path(__file__).parents[3]
+SIZES = ["64GiB", "128GiB", "256GiB", "512GiB", "1TiB", "2TiB", "4TiB"]
+BLOCK_GIB = 8
+MODEL = {  # a block of 512 tokens has 8 GiB, so that a few blocks are sizes that one can buy
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+RATES = ["--prefill-rate", "1000", "--host-rate", "40000"]
+WITH_DEVICE = [*RATES, "--device-capacity", "64GiB"]
+WITH_TIER = ["--below", "8TiB", "--below-rate", "30000"]
+
+
+def prompts(seed=3, count=120):
+    """Sessions that go on, in turns."""
+    draw, sessions = random.Random(seed), [""] * 12
+    for _ in range(count):
+        at = draw.randrange(len(sessions))
+        sessions[at] += "".join(draw.choices("abcdefgh", k=draw.randint(1, 3)))
+        yield f"{chr(ord('A') + at)}{sessions[at]}"
+
+
+@pytest.fixture
+def on_load(tmp_path, capsys):
+    """Runs a command on the sessions. What it printed."""
+    trace = write(tmp_path / "trace.jsonl", mooncake_lines(prompts()))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def on_load(command, *options):
+        weight = [] if "--bytes-per-token" in options else ["--model", str(tmp_path / "config.json")]
+        code = main([command, trace, "--time-unit", "ms", *weight, *options])
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        return printed.out
+
+    return on_load
+
+
+def rows_of(printed, title):
+    """Rows below the line with this title, as dictionaries by the names of their columns."""
+    head, *rows = printed[printed.index(title) :].split("\n\n")[0].splitlines()[1:]
+    split = re.compile(r"\s{2,}")
+    names = split.split(head)
+    return [
+        dict(zip(names, split.split(row), strict=False)) for row in rows if row.split()[1] in ("GiB", "TiB", "host")
+    ]
+
+
+def saved(printed):
+    return rows_of(printed, "prefill time saved")
+
+
+@pytest.fixture
+def replayed(on_load, tmp_path):
+    """Results of `replay` at the sizes."""
+
+    def replayed(policy, *options, sizes=SIZES):
+        out = tmp_path / "replay.json"
+        given = ["--policy", policy, "--capacity", ",".join(sizes), "--json", str(out)]
+        on_load("replay", *WITH_DEVICE, *given, *options)
+        return json.loads(out.read_text())["results"]
+
+    return replayed
+
+
+def shares(results):
+    return [f"{result['prefill_share_saved']:.1%}" for result in results]
+
+
+def test_each_curve_is_that_of_replay(on_load, replayed):
+    rows = saved(on_load("plan", *WITH_DEVICE, *WITH_TIER))
+    best = next(name for name in rows[0] if name.endswith(" + coded")).removesuffix(" + coded")
+    found = {name: [row[name] for row in rows[1:]] for name in rows[0]}
+    columns = {policy: found[policy] for policy in ("lru", "arc", "adaptive")}
+    assert columns == {policy: shares(replayed(policy)) for policy in columns}
+    assert found[f"{best} + coded"] == shares(replayed(best, "--codec", "exponent"))
+    assert found[f"{best} + tier"] == shares(replayed(best, *WITH_TIER))
+    span = 119  # seconds
+    assert [row["saved"] for row in rows[1:]] == [
+        f"{result['prefill_seconds_saved'] / span:.2f}" for result in replayed(best)
+    ]
+    # controls: these columns differ, and a host of another size has other numbers
+    assert len({tuple(column) for name, column in found.items() if name == best or " + " in name}) == 3
+    assert found[best] != shares(replayed(best, sizes=["32GiB", *SIZES[:-1]]))
+
+
+def test_tokens_came_from_where_replay_has_them_from(on_load, replayed):
+    printed = on_load("plan", *WITH_DEVICE, *WITH_TIER, "--policy", "arc")
+    alone, *rows = rows_of(printed, "tokens of prompts with arc + tier")
+    for row, result in zip(rows, replayed("arc", *WITH_TIER), strict=True):
+        tiers = result["block_hit_ratio_by_tier"]
+        assert [row["device"], row["host"], row["tier"]] == [
+            f"{tiers[name]:.1%}" for name in ("device", "host", "below")
+        ]
+    assert any(row["tier"] != "0.0%" for row in rows) and any(row["host"] != "0.0%" for row in rows)
+    assert (alone["host"], alone["tier"]) == ("0.0%", "0.0%") != (alone["device"], alone["computed"])
+    for row in (alone, *rows):
+        assert sum(float(row[name].rstrip("%")) for name in ("device", "host", "tier", "computed")) == pytest.approx(
+            100, abs=0.2
+        )
+
+
+# One prompt again and again, a block of 16 GiB each second for ten seconds: nine of ten are hits.
+TEN = ["a"] * 10
+FREE = ["--bytes-per-token", str(2**34 // 512), "--prefill-rate", "512", "--policy", "lru"]
+
+
+@pytest.fixture
+def plan_ten(tmp_path, run):
+    trace = write(tmp_path / "ten.jsonl", mooncake_lines(TEN))
+
+    def plan_ten(*options):
+        code, printed = run("plan", trace, "--time-unit", "ms", *FREE, *options)
+        assert code == 0, printed
+        return saved(printed), printed
+
+    return plan_ten
+
+
+def test_gpus_and_money_are_those_of_arithmetic(plan_ten):
+    rows, printed = plan_ten("--gpu-price", "2", "--gib-price", "36")
+    needed, hits = 10 / 9, 9 / 9  # seconds of prefill, and those spared, over nine seconds
+    assert (rows[0]["GPUs"], rows[1]["GPUs"], rows[1]["saved"]) == (f"{needed:.2f}", f"{needed - hits:.2f}", "1.00")
+    assert [float(row["money a month"].split()[0].replace(",", "")) for row in rows[1:]] == [
+        2 * 730 - gib for gib in (64, 128, 256, 512, 1024, 2048, 4096)
+    ]
+    assert "64 GiB of host memory save 90.0% of prefill, 1.00 of the 1.11 GPUs" in printed
+    assert "that leaves 1,396 a month" in printed and "<- the knee, most money" in printed
+    assert "Money is saved only where GPUs are given back." in printed
+
+
+def test_hits_of_the_device_alone_are_no_savings_of_the_host(plan_ten):
+    rows, printed = plan_ten("--device-capacity", "64GiB")
+    assert {row["lru"] for row in rows[1:]} == {"0.0%"} and {row["GPUs"] for row in rows} == {"0.11"}
+    assert "No size of host memory saves prefill of this load." in printed
+
+
+def test_an_engine_of_several_gpus_keeps_all_of_them_busy(on_load):
+    [one, four] = [saved(on_load("plan", *RATES, "--tp", tp, "--policy", "lru"))[0]["GPUs"] for tp in ("1", "4")]
+    assert float(four) == pytest.approx(4 * float(one), abs=0.05)
+
+
+def test_assumptions_about_a_gpu_are_printed_and_options_replace_them(on_load):
+    printed = on_load("plan", "--gpu", "h200", "--tp", "4", "--policy", "lru")
+    assert (
+        "at 2,492 TFLOPS" in printed
+        and "assumed of 4 x h200: 63% of 3,956 TFLOPS, loads at 216 GB/s, 282 GB of KV" in printed
+    )
+    given = on_load("plan", "--gpu", "h200", *WITH_DEVICE, "--policy", "lru")
+    assert "assumed of" not in given and "prefill at the beginning of a prompt: 1,000 tokens/s (given)" in given
+
+
+def test_sizes_too_large_for_the_tier_have_no_value_above_it(on_load):
+    rows = saved(on_load("plan", *WITH_DEVICE, "--below", "1TiB", "--policy", "lru"))
+    assert [row["lru + tier"] == "-" for row in rows] == [True, False, False, False, False, True, True, True]
+
+
+def test_a_model_whose_kv_is_not_bf16_has_no_coded_curve_and_a_reason(on_load):
+    printed = on_load("plan", *WITH_DEVICE, "--policy", "lru", "--kv-dtype", "fp8")
+    assert "no curve of coded blocks: codec" in printed and "+ coded" not in printed
+    assert "no curve of coded blocks" not in on_load("plan", *WITH_DEVICE, "--policy", "lru", "--codec", "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ((), "give --gpu \\(a100, "),
+        (("--gpu", "h200", "--gib-price", "8"), "--gib-price is compared with what GPUs cost: give --gpu-price"),
+        (("--gpu", "h200", "--limit", "1"), "all requests of this trace have the same time"),
+        (("--gpu", "h200", "--html", "no/such/folder/plan.html"), "--html cannot be written to no/such/folder"),
+        (("--gpu", "h200", "--html", "."), "--html cannot be written to ., which is a folder"),
+        (("--gpu", "h200", "--policy", "min"), "unknown policy 'min'"),
+        (("--gpu", "h200", "--tp", "3"), "3 ranks cannot share its 4 KV heads"),
+        (("--gpu", "h200", "--below", "1GiB"), "1GiB is less than a block"),
+    ],
+    ids=str,
+)
+def test_errors_are_one_sentence(tmp_path, run, options, complaint):
+    trace = write(tmp_path / "trace.jsonl", mooncake_lines(TEN))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    code, printed = run("plan", trace, "--model", str(tmp_path / "config.json"), *options)
+    assert code == 2 and re.search(complaint, printed) and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (MODEL | {"model_type": "gemma2", "head_dim": 128, "sliding_window": 512}, "needs checkpoints to resume"),
+        (MODEL | {"num_hidden_layers": 2**17}, "a block must take 1 to 68,719,476,736 bytes"),
+    ],
+    ids=["checkpoints", "large"],
+)
+def test_models_that_no_plan_can_be_made_of_are_refused(tmp_path, run, config, complaint):
+    trace = write(tmp_path / "trace.jsonl", mooncake_lines(TEN))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, printed = run("plan", trace, "--model", str(tmp_path / "config.json"), "--gpu", "h200")
+    assert code == 2 and complaint in printed and printed.count("\n") == 1
+
+
+def readme_line():
+    [line] = re.findall(r"^cpu-prefix-cache (plan .+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_the_line_of_the_readme_runs_as_printed(monkeypatch, tmp_path, run):
+    """With fewer requests, and a page."""
+    monkeypatch.chdir(ROOT)
+    code, printed = run(*readme_line(), "--limit", "100", "--html", str(tmp_path / "plan.html"))
+    assert code == 0 and "100 requests from examples/plan/synthetic.jsonl.gz" in printed
+    page = (tmp_path / "plan.html").read_text()
+    assert all(sentence in page for sentence in printed.splitlines()[-3:])
+
+
+def test_the_bundled_trace_is_what_the_script_makes():
+    bundled = ROOT / "examples" / "plan" / "synthetic.jsonl.gz"
+    assert gzip.decompress(bundled.read_bytes()).decode() == make_trace.lines()
+    assert bundled.stat().st_size < 200_000
+    assert next(make_trace.requests()) != next(make_trace.requests(make_trace.SEED + 1))
