@@ -34,8 +34,8 @@ test-long: $(VENV)/installed
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py
-	DISK_SECONDS=8 $(BIN)/python -m pytest tests_stores/disk
-	LIES=all $(BIN)/python -m pytest tests_stores/test_lying_servers.py
+	DISK_SECONDS=8 $(BIN)/python -m pytest tests/stores/disk
+	LIES=all $(BIN)/python -m pytest tests/stores/test_lying_servers.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -54,7 +54,7 @@ planted: $(VENV)/installed
 
 # The wheel and the sdist: built, looked into, the one installed in an empty environment, the other unpacked and tested.
 package: $(VENV)/installed
-	$(BIN)/python -m pytest tests_package
+	$(BIN)/python -m pytest tests/package
 
 dist: $(VENV)/installed
 	$(BIN)/python -m build --outdir dist
@@ -89,27 +89,27 @@ test-engines: $(VENV)/installed
 # fail: ext4 on loop devices (root), and a file system in user space (root, gcc, Debian's libfuse3-dev). What is missing
 # is named in the last lines.
 test-stores: $(VENV)/installed
-	$(BIN)/python -m pytest tests_stores
+	$(BIN)/python -m pytest tests/stores
 
 # What people run beside what the other targets set up, a line each: right, refused, lost hits, wrong, not run. It loads
 # other releases from PyPI into .field, a release once and the newest each time. WORDS="fp8 LoRA" runs the rows with one
 # of these words in their names.
 test-field: $(VENV)/installed $(VLLM_VENV)/installed
-	$(BIN)/python -m tests_field.run $(WORDS)
+	$(BIN)/python -m tests.field.run $(WORDS)
 
 # On a machine with a CUDA or HIP device, in an environment that has torch and Triton for it.
 test-gpu:
-	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests_gpu \
+	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests/gpu \
 		tests/unit/copier/test_contract.py tests/unit/memory/test_driver_contract.py
-	PYTHONPATH=src:. $(PYTHON) -m tests_gpu.tier_round_trip
+	PYTHONPATH=src:. $(PYTHON) -m tests.gpu.tier_round_trip
 
 # Where vLLM is installed for a GPU, too.
 test-vllm-gpu:
-	PYTHONPATH=src:. $(PYTHON) -m tests_gpu.vllm_equality
+	PYTHONPATH=src:. $(PYTHON) -m tests.gpu.vllm_equality
 
 sanitize:
-	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip
-	PYTHONPATH=src:. compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests_gpu.round_trip
+	PYTHONPATH=src:. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.gpu.round_trip
+	PYTHONPATH=src:. compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.gpu.round_trip
 
 EXTRAS := dev
 $(VENV)/installed: pyproject.toml requirements/constraints.txt

@@ -22,7 +22,7 @@ from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.tools.bench.file_rates import FileUnderTest
 from cpu_prefix_cache.tools.bench.slot_rates import SlotsUnderTest
 from cpu_prefix_cache.tools.bench.store_rates import StoreUnderTest
-from tests_stores.servers import MooncakeMaster, MooncakeNode, RedisServer, missing, starting
+from tests.stores.servers import MooncakeMaster, MooncakeNode, RedisServer, missing, starting
 
 MIB = 1 << 20
 RAW_BYTES = 2 * MIB

@@ -35,7 +35,7 @@ from batching_engine import Blocks, BlocksDevice
 from benchmarks.common import print_environment
 from cpu_prefix_cache import Hit, HostCache, Pending, Prefix, SharedTier, keys_and_values
 from cpu_prefix_cache.stores.settings import ASK_SECONDS
-from tests_stores.servers import RedisServer, missing
+from tests.stores.servers import RedisServer, missing
 
 BLOCK_TOKENS, DOCUMENT_BLOCKS = 32, 64
 QUESTION = BLOCK_TOKENS + 1

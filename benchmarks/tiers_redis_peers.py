@@ -29,7 +29,7 @@ from benchmarks.common import print_environment
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.tools.bench.slot_rates import TimedRun
 from cpu_prefix_cache.tools.bench.store_rates import StoreUnderTest
-from tests_stores.servers import RedisServer
+from tests.stores.servers import RedisServer
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = (2 * MIB, 256 * KIB)

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.common import print_environment
 from cpu_prefix_cache.stores.keyed_store import KeyedStore
 from cpu_prefix_cache.stores.opening import open_store
-from tests_stores.servers import MooncakeMaster, MooncakeNode, RedisServer, missing, starting
+from tests.stores.servers import MooncakeMaster, MooncakeNode, RedisServer, missing, starting
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES, FRAME_BYTES = (2 * MIB, 256 * KIB), 96

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from tests_gpu import vllm_equality
-from tests_gpu.drafters import FOLDER
+from tests.gpu import vllm_equality
+from tests.gpu.drafters import FOLDER
 from tests_vllm.models import GATED, GATED_SHARPNESS, MODELS, SHARPNESS, WINDOW, initialise, save_gemma4, some_tokens
 from tests_vllm.real_engine import BLOCK, SHOWN, TOLERANCE, Answer, RealEngine, cold_answers, differences
 from tests_vllm.silent import SilentConnector

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cpu_prefix_cache.stores import frame
-from tests_stores.servers import MooncakeMaster, RedisServer, Server, missing, starting, wait_for
+from tests.stores.servers import MooncakeMaster, RedisServer, Server, missing, starting, wait_for
 from tests_vllm.real_cache import BLOCKS, PROMPTS, folder_of
 from tests_vllm.real_engine import BLOCK
 

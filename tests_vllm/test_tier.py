@@ -18,7 +18,7 @@ from connector.vllm import CPUPrefixCacheConnector, tier_namespace
 from cpu_prefix_cache.slab import opening, records
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.tiers import tiered_cache
-from tests_stores.disk.mounts import Ext4, missing
+from tests.stores.disk.mounts import Ext4, missing
 from tests_vllm.models import some_tokens
 from tests_vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, expected_of, folder_of
 from tests_vllm.real_engine import BLOCK, PATIENCE, TOLERANCE, RealEngine, differences

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests_field import environments, run
-from tests_field.environments import ENVIRONMENTS, Environment
-from tests_field.outcomes import Outcome, Report, State, outcome
-from tests_field.rows import KINDS, Row, rows_of
+
+from tests.field import environments, run
+from tests.field.environments import ENVIRONMENTS, Environment
+from tests.field.outcomes import Outcome, Report, State, outcome
+from tests.field.rows import KINDS, Row, rows_of
 
 SKIPPED = "there is no such server"
 TESTS = """

@@ -2,7 +2,7 @@
 
 import sys
 
-from tests_gpu.stage import Stage
+from tests.gpu.stage import Stage
 
 
 def main() -> int:

@@ -5,8 +5,8 @@ import pytest
 from cpu_prefix_cache import SharedTier
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import tier_cache
+from tests.stores.servers import RedisServer
 from tests.unit.test_host_tier import engine_with, serve
-from tests_stores.servers import RedisServer
 
 pytestmark = pytest.mark.needs("redis")
 WRITER = ["--user", "writer", "on", "nopass", "~*", "+@all"]

@@ -5,7 +5,7 @@ Some of it passes, in this venv.
 
 import sys
 
-from tests_package.conftest import run
+from tests.package.conftest import run
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 # Quick ones that read files of the repository beside the code.

@@ -13,8 +13,8 @@ from cpu_prefix_cache.stores import redis_store
 from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.tier import TierUnavailable
+from tests.stores.liars import FEW, LIES, LOGIN, POLITE, VALUE_BYTES, Liar
 from tests.unit.test_host_tier import engine_with, serve
-from tests_stores.liars import FEW, LIES, LOGIN, POLITE, VALUE_BYTES, Liar
 
 TOLD = list(LIES) if os.environ.get("LIES") == "all" else FEW
 SECONDS = 0.4  # for a call

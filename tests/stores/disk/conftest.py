@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from tests_stores.disk.mounts import Ext4, Faulty, MountError, missing
-from tests_stores.disk.watch import Engine
+from tests.stores.disk.mounts import Ext4, Faulty, MountError, missing
+from tests.stores.disk.watch import Engine
 
 BAR_CLOCK, BAR_PROCESSOR = 0.5, 0.025  # seconds, of a step on an idle machine
 MISSING = missing()
@@ -43,7 +43,7 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_unconfigure(config):
     for why, count in skipped.items():
-        config.get_terminal_writer().line(f"not tested: {count} of tests_stores/disk: {why}")
+        config.get_terminal_writer().line(f"not tested: {count} of tests/stores/disk: {why}")
 
 
 class Bed:

@@ -1,10 +1,10 @@
-"""The rows as tests, for `pytest tests_field -k WORD`. `make test-field` has a line for each."""
+"""The rows as tests, for `pytest tests/field -k WORD`. `make test-field` has a line for each."""
 
 import pytest
 
-from tests_field.outcomes import State
-from tests_field.rows import Row, rows_of
-from tests_field.run import BAD, run
+from tests.field.outcomes import State
+from tests.field.rows import Row, rows_of
+from tests.field.run import BAD, run
 
 
 @pytest.mark.field

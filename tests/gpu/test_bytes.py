@@ -9,8 +9,8 @@ from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.memory.arena import HostArena
+from tests.gpu.stage import DEVICE, Stage, random_bytes
 from tests.unit.copier.bench import POISON, Shapes, piece_of, shapes_of
-from tests_gpu.stage import DEVICE, Stage, random_bytes
 
 
 def random_part(rng, blocks):

@@ -1,7 +1,7 @@
 """Equality of a vLLM server's answers from loaded KV with its answers from KV that it kept: on one GPU, or several.
 
-    PYTHONPATH=src:. python -m tests_gpu.vllm_equality [--models llama,whole,gemma3,mla,qwen3next] [--codec exponent]
-    PYTHONPATH=src:. python -m tests_gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
+    PYTHONPATH=src:. python -m tests.gpu.vllm_equality [--models llama,whole,gemma3,mla,qwen3next] [--codec exponent]
+    PYTHONPATH=src:. python -m tests.gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
 
 Each model is run by engines in processes of their own:
 
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from tests_gpu.drafters import DRAFTERS, speculative
+from tests.gpu.drafters import DRAFTERS, speculative
 from tests_vllm import models
 from tests_vllm.models import initialise, some_tokens
 
@@ -150,7 +150,7 @@ def answers(name: str, folder: str, variant: str, ranks: int, codec: str) -> dic
         options = options | dict(speculative_config=speculative(method, Path(folder)))
     if variant.startswith("damaged "):
         os.environ["DAMAGED"] = variant.removeprefix("damaged ")
-        module = "tests_gpu.damaging"
+        module = "tests.gpu.damaging"
     else:
         extra["offload"] = variant
     if variant != "kept":
@@ -232,7 +232,7 @@ def _answer(llm: Any, prompt: Sequence[int], drafts: list[list[int]]) -> dict[st
 
 def run(name: str, folder: Path, variant: str, ranks: int, codec: str) -> dict[str, Any]:
     engine = [name, str(folder), variant, str(ranks), codec]
-    command = [sys.executable, "-m", "tests_gpu.vllm_equality", "--engine", *engine]
+    command = [sys.executable, "-m", "tests.gpu.vllm_equality", "--engine", *engine]
     done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if MARK in line:

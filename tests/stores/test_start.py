@@ -4,9 +4,9 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab import opening
+from tests.stores.servers import RedisServer
+from tests.stores.test_redis_engine import engine_on
 from tests.unit.test_host_tier import serve, until
-from tests_stores.servers import RedisServer
-from tests_stores.test_redis_engine import engine_on
 
 pytestmark = pytest.mark.needs("redis")
 

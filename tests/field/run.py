@@ -1,6 +1,6 @@
 """`make test-field`: one line for each row, and one for all.
 
-python -m tests_field.run [WORD ...]     only the rows that have one of these words in their names
+python -m tests.field.run [WORD ...]     only the rows that have one of these words in their names
 """
 
 import os
@@ -13,9 +13,9 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from tests_field.environments import ROOT, NotRun, prepared
-from tests_field.outcomes import Outcome, Report, State, outcome
-from tests_field.rows import Row, rows_of
+from tests.field.environments import ROOT, NotRun, prepared
+from tests.field.outcomes import Outcome, Report, State, outcome
+from tests.field.rows import Row, rows_of
 
 ALL_RAN, NO_TESTS = (0, 1), 5  # pytest's exit status: tests pass or fail; it has selected none
 BAD = (State.LOST_HITS, State.WRONG)

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests_package.conftest import ROOT, run
+
+from tests.package.conftest import ROOT, run
 
 TRACE = [dict(timestamp=second, input_length=64, output_length=1, hash_ids=[second % 2]) for second in range(4)]
 

@@ -8,7 +8,7 @@ import tarfile
 import tomllib
 import zipfile
 
-from tests_package.conftest import ROOT, build
+from tests.package.conftest import ROOT, build
 
 PACKAGES = {"connector", "cpu_prefix_cache", "cpu_prefix_cache_vllm"}
 FOR_TESTS = {"hypothesis", "pytest", "unittest", "tests", "property_tests"}

@@ -10,8 +10,8 @@ from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy
+from tests.gpu.stage import Stage, plan_of, wait_for
 from tests.unit.copier.bench import POISON
-from tests_gpu.stage import Stage, plan_of, wait_for
 
 BLOCKS = 2000  # 216 MB: a dozen slices
 

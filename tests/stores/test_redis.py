@@ -14,8 +14,8 @@ from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.testing import check_store
-from tests_stores.servers import RedisServer, free_port, wait_for
-from tests_stores.traffic import HANG_SECONDS, Traffic, Under
+from tests.stores.servers import RedisServer, free_port, wait_for
+from tests.stores.traffic import HANG_SECONDS, Traffic, Under
 
 pytestmark = pytest.mark.needs("redis")
 USER = ["--user", "kv", "on", ">secret", "~*"]

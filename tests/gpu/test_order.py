@@ -16,8 +16,8 @@ from cpu_prefix_cache.copier.early import EarlyEnds
 from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction
+from tests.gpu.stage import DEVICE, Stage, plan_of, wait_for
 from tests.unit.copier.bench import POISON
-from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
 
 SETS = 8
 BLOCKS = 8

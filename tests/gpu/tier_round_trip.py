@@ -1,6 +1,6 @@
 """Device, pinned host memory and files on one GPU: every byte that comes back is compared, and rates are printed.
 
-    python -m tests_gpu.tier_round_trip [FOLDER]
+    python -m tests.gpu.tier_round_trip [FOLDER]
 
 Prompts are computed (patterns are written), evicted from the device by others, and from the host too; then they
 come again, and are loaded from the files through pinned host memory. Beside it: how much longer a product of matrices

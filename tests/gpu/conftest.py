@@ -9,7 +9,7 @@ import torch
 collect_ignore = ["damaging.py", "drafters.py", "vllm_equality.py"]
 
 if not torch.cuda.is_available():
-    pytest.exit("tests_gpu needs a CUDA or HIP device", returncode=1)
+    pytest.exit("tests/gpu needs a CUDA or HIP device", returncode=1)
 
 
 def pytest_collection_modifyitems(items):

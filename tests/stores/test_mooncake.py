@@ -11,9 +11,9 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.mooncake_store import MooncakeStore
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.testing import check_store
-from tests_stores.servers import environment, free_port, wait_for
-from tests_stores.test_redis import serve_http
-from tests_stores.traffic import Traffic, Under
+from tests.stores.servers import environment, free_port, wait_for
+from tests.stores.test_redis import serve_http
+from tests.stores.traffic import Traffic, Under
 
 pytestmark = pytest.mark.needs("mooncake")
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("engine.py")
-ROOT = PROGRAM.parents[2]
+ROOT = PROGRAM.parents[3]
 START_SECONDS = WAIT_SECONDS = 60.0
 END_SECONDS = 60.0
 

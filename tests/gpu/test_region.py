@@ -13,7 +13,7 @@ from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
 from cpu_prefix_cache.messages.plan import StepPlan
-from tests_gpu.stage import DEVICE, Stage, plan_of, wait_for
+from tests.gpu.stage import DEVICE, Stage, plan_of, wait_for
 
 
 def capture(during=lambda: None):
@@ -69,7 +69,7 @@ def test_graphs_are_captured_while_blocks_are_copied():
 NAIVE = """
 import threading, torch
 from cpu_prefix_cache.memory.driver import DriverError, accelerator_driver
-from tests_gpu.test_region import capture
+from tests.gpu.test_region import capture
 
 memory, failed = torch.empty(1 << 26, dtype=torch.uint8), []
 
@@ -149,8 +149,8 @@ def test_without_batches_blocks_go_one_by_one(monkeypatch):
 RANK = """
 import os, sys, torch
 from cpu_prefix_cache.deciding import Direction
-from tests_gpu.stage import Stage, DEVICE
-import tests_gpu.stage as stage_module
+from tests.gpu.stage import Stage, DEVICE
+import tests.gpu.stage as stage_module
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.memory.arena import HostArena
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests_stores.servers import MooncakeMaster, MooncakeNode, RedisServer, TlsRedisServer, missing, starting
+from tests.stores.servers import MooncakeMaster, MooncakeNode, RedisServer, TlsRedisServer, missing, starting
 
 MISSING = missing()
 
