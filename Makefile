@@ -33,7 +33,7 @@ test-long: $(VENV)/installed
 	EXAMPLES=8 $(BIN)/python -m pytest $(wildcard property_tests/*_machine.py)
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
-	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests_engines/atom/test_simulation.py
+	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests/engines/atom/test_simulation.py
 	DISK_SECONDS=8 $(BIN)/python -m pytest tests/stores/disk
 	LIES=all $(BIN)/python -m pytest tests/stores/test_lying_servers.py
 
@@ -73,7 +73,7 @@ test-pythons:
 
 # Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
 test-vllm: $(VLLM_VENV)/installed
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests_vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests/vllm
 
 # Pasts for the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
 # of its own) the newest that there is, whatever it does.
@@ -83,7 +83,7 @@ test-transformers: $(HF_VENV)/installed
 
 # The engines of `examples/`: ours, and others with a patch, which are skipped where they are not beside this folder.
 test-engines: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests_engines
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines
 
 # Stores with real servers: redis-server, and mooncake_master of `pip install '.[mooncake]'`; and files on disks that
 # fail: ext4 on loop devices (root), and a file system in user space (root, gcc, Debian's libfuse3-dev). What is missing

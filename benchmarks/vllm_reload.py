@@ -6,7 +6,7 @@
 Engines are processes that run side by side and are measured in turn. `--waves` gives those that run together, as host
 memory allows. On a GPU with the contexts of several processes, steps may take 3 % less time
 (docs/design_connectors.md): to measure small differences, run each engine alone. Weights are random, and only times are
-measured; tests_vllm and tests/gpu/vllm_equality.py test that bytes are right.
+measured; tests/vllm and tests/gpu/vllm_equality.py test that bytes are right.
 
     none                      vLLM without a connector: what the device has evicted is computed again
     null                      the same hits as ours, without copies: a lower bound

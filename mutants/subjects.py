@@ -42,7 +42,7 @@ SUBJECTS = {
     ),
     "connectors": Subject(
         code=("src/connector",),
-        tests=("tests/connector", "tests_engines/atom"),
+        tests=("tests/connector", "tests/engines/atom"),
         code_left_out=frozenset({"vllm", "vllm_offloading", "vllm_tiers"}),
     ),
     # In the environment of `make test-vllm`. Two servers on one store start too slowly for every fault.
@@ -54,7 +54,7 @@ SUBJECTS = {
             "src/connector/tier",
             "src/connector/common",
         ),
-        tests=("tests_vllm",),
+        tests=("tests/vllm",),
         tests_left_out=frozenset({"test_shared_servers.py"}),
     ),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests_vllm import models
+from tests.vllm import models
 
 DRAFTS = 2  # tokens at a time
 FOLDER = "drafter"  # in that of the model

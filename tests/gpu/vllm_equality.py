@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from tests.gpu.drafters import DRAFTERS, speculative
-from tests_vllm import models
-from tests_vllm.models import initialise, some_tokens
+from tests.vllm import models
+from tests.vllm.models import initialise, some_tokens
 
 MARK = "ANSWER "  # vLLM writes to the same pipe
 TOLERANCE = 0.02  # of a logprob; what came back was equal bit by bit when this was written

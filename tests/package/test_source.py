@@ -14,7 +14,7 @@ SOME = ["tests/unit/test_layering.py", "tests/unit/test_hybrid_models.py", "test
 
 def test_every_test_can_be_collected(unpacked):
     run([*PYTEST, "--collect-only", "-q"], unpacked)
-    run([*PYTEST, "--collect-only", "-q", "tests_engines"], unpacked)
+    run([*PYTEST, "--collect-only", "-q", "tests/engines"], unpacked)
 
 
 def test_some_of_them_pass_on_its_own_code(unpacked):

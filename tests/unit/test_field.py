@@ -89,7 +89,7 @@ def test_processes_that_a_row_has_started_do_not_outlive_it(tests_here, tmp_path
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (dict(bytes="tests_vllm/test_not_yet.py"), "there is no tests_vllm/test_not_yet.py"),
+        (dict(bytes="tests/vllm/test_not_yet.py"), "there is no tests/vllm/test_not_yet.py"),
         (dict(bytes="tests_here.py -k nothing"), "no test is selected by: tests_here.py -k nothing"),
         (dict(bytes="tests_here.py", needs=("NO_SUCH_SOURCE",)), "NO_SUCH_SOURCE names nothing that is here"),
     ],

@@ -28,7 +28,7 @@ from cpu_prefix_cache import ConfigurationError
 logger = logging.getLogger(__name__)
 
 Release = tuple[int, int]
-TESTED: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))  # tests_vllm/contracts has a file of each
+TESTED: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))  # tests/vllm/contracts has a file of each
 FIRST, LAST = TESTED[0], TESTED[-1]
 RANGE = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 

@@ -1,6 +1,6 @@
 """The files of examples/vllm agree with each other, and each alert fires on its own trouble and on nothing else.
 
-tests_vllm/test_examples.py compares them with a running server: names, labels, options.
+tests/vllm/test_examples.py compares them with a running server: names, labels, options.
 """
 
 import copy

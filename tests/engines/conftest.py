@@ -1,0 +1,30 @@
+"""Foreign engines. A run prints which ATOM it has, and in its last line how many tests it leaves out without one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.atom import source
+from tests.engines.left_out import last_line, left_out
+
+HERE = Path(__file__).parent
+NANO = source.BESIDE.parent / "nano-vllm"
+_collected: set[Path] = set()
+
+
+def pytest_report_header():
+    return source.WHY_NOT_REAL or source.description()
+
+
+def pytest_collect_file(file_path):
+    if file_path.name.startswith("test_"):
+        _collected.add(file_path)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    writer = config.get_terminal_writer()
+    if not source.WHY_NOT_REAL:
+        writer.line(source.description())
+    if line := last_line(left_out(_collected, source.WHY_NOT_REAL, NANO)):
+        writer.line(line, red=True, bold=True)

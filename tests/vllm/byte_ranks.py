@@ -1,0 +1,172 @@
+"""Ranks with real memory around the real worker half, in place of an Engine's simulated ones.
+
+    rank's memory       one row of bytes for each block, of which layers of all groups see parts, as in vLLM
+    a pattern           is the bytes that follow from rank and pattern: no two ranks have the same in a block, but in
+                        a replicated group, such as a latent, in which all have the same
+    the host            a region of each rank, or of the tensor-parallel group, as the settings say
+
+What a block holds is read from its bytes, so nobody finds there what was written on another rank, or in part.
+"""
+
+import hashlib
+import mmap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from connector.vllm import ranks, regions
+from connector.vllm.messages import StepMetadata
+from connector.vllm.settings import Settings
+from connector.vllm.worker import WorkerHalf
+from cpu_prefix_cache.copying import OpeningTier
+from cpu_prefix_cache.deciding import Direction
+from tests.vllm.engine import Engine
+
+POISON = 0xA5
+SHAPED: Mapping[int, Callable[[bytes], bytes]] = {}  # group -> what the bytes of a pattern are made into
+DIGEST_BYTES = 32
+
+
+class BlockMemory:
+    """Device memory of one rank, by block: what was written there, if all bytes of its group are there."""
+
+    def __init__(
+        self, rank: int, num_blocks: int, groups: Sequence[KVCacheGroupSpec], replicated: Collection[int]
+    ) -> None:
+        self._rank, self._replicated = rank, replicated
+        self._sizes = [_block_bytes(group) for group in groups]
+        self._known: dict[bytes, object] = {}
+        self.rows = torch.full((num_blocks, max(self._sizes)), POISON, dtype=torch.uint8)
+
+    def __setitem__(self, block: int, pattern: object) -> None:
+        written = self._bytes_of(pattern)
+        self._known[written[:DIGEST_BYTES]] = pattern
+        self.rows[block, : len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+
+    def __getitem__(self, block: int) -> object:
+        here = bytes(self.rows[block].numpy())
+        pattern = self._known.get(here[:DIGEST_BYTES])
+        return pattern if pattern is not None and here.startswith(self._bytes_of(pattern)) else None
+
+    get = __getitem__
+
+    def _bytes_of(self, pattern: object) -> bytes:
+        """A pattern begins with the number of its group."""
+        writer = "every rank" if pattern[0] in self._replicated else self._rank
+        written = hashlib.shake_256(repr((writer, pattern)).encode()).digest(self._sizes[pattern[0]])
+        return SHAPED.get(pattern[0], bytes)(written)
+
+    def remember(self, before: "BlockMemory") -> None:
+        """The patterns of this rank before a restart."""
+        self._known |= before._known
+
+    def layers(self, groups: Sequence[KVCacheGroupSpec]) -> dict[str, object]:
+        """KV of each layer, as vLLM registers it."""
+        found: dict[str, object] = {}
+        for group in groups:
+            at = 0
+            for name in group.layer_names:
+                views = []
+                for shape, dtype in _shapes(group.kv_cache_spec):
+                    size = torch.Size(shape).numel() * dtype.itemsize
+                    views.append(self.rows[:, at : at + size].view(dtype).unflatten(1, shape))
+                    at += size
+                found[name] = views if isinstance(group.kv_cache_spec, MambaSpec) else views[0]
+        return found
+
+
+def _shapes(spec: object) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(spec, MambaSpec):
+        return list(zip(spec.shapes, spec.dtypes, strict=True))
+    sizes = spec.block_size, spec.real_page_size_bytes // spec.block_size // spec.dtype.itemsize
+    return [(sizes, spec.dtype)]
+
+
+def _block_bytes(group: KVCacheGroupSpec) -> int:
+    sizes = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in _shapes(group.kv_cache_spec))
+    return sum(sizes) * len(group.layer_names)
+
+
+class ByteRank:
+    """A rank that ends each of its copies before the step computes."""
+
+    copies: Mapping[int, object] = {}
+    held: Mapping[int, object] = {}
+    waits_for: Mapping[int, str] = {}
+    tier: None = None
+
+    def __init__(self, engine: Engine, rank: int) -> None:
+        config = engine.scheduler.vllm_config
+        caches: KVCacheConfig = engine.scheduler.kv_cache_config
+        groups = caches.kv_cache_groups
+        config.parallel_config.rank = rank
+        self.rank = rank
+        settings = Settings.of(config, caches)
+        kept = zip(settings.group_ids, settings.planner.groups, strict=True)
+        replicated = {at for at, group in kept if group.replicated}
+        self.device = BlockMemory(rank, caches.num_blocks, groups, replicated)
+        self.half = WorkerHalf(settings, config, caches)
+        self.half.register_kv_caches(self.device.layers(groups))
+        self.stored = defaultdict[int, set[int]](set)  # host blocks that stores were to write, by group
+        self.carried = Counter[Direction]()  # bytes, of its own copies
+        self.half._arena.wait_until_ready(60)
+
+    @property
+    def region(self) -> torch.Tensor:
+        return self.half._arena.blocks
+
+    def prepare(self, output: object) -> None:
+        for copy in output.kv_cache_block_copies or ():
+            self.device.rows[copy.dst_block_id] = self.device.rows[copy.src_block_id]
+
+    def begin(self, metadata: StepMetadata) -> None:
+        for transfer in metadata.plan.transfers:
+            self.carried[transfer.direction] += self.half._share.of_transfer(transfer).num_bytes
+            for copy in transfer.copies if transfer.direction is Direction.STORE else ():
+                self.stored[copy.group].update(copy.host_blocks)
+        self.half.begin(metadata)
+        self.half._worker.drain()
+        if isinstance(self.half._tier, OpeningTier):
+            self.half._tier.tier.drain()
+
+    def poll(self) -> KVConnectorOutput:
+        received, failed = self.half.results()
+        return KVConnectorOutput(
+            finished_recving=received or None, failed_recving=failed, kv_connector_worker_meta=self.half.reports()
+        )
+
+
+def with_byte_ranks(engine: Engine) -> Engine:
+    """The engine, with real memory on each rank, and all host blocks ready. Ranks agree with themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "agree", _raise)
+        patch.setattr(ranks, "share_memory", lambda: True)
+        patch.setattr(ranks, "largest", lambda number: number)
+        patch.setattr(ranks, "as_on_the_first", lambda value: value)
+        patch.setattr(regions, "_shared_region", cache(lambda num_bytes, taken_ahead: mmap.mmap(-1, num_bytes)))
+        engine.ranks = [ByteRank(engine, rank.rank) for rank in engine.ranks]
+    engine.step()
+    assert engine.cache.statistics().pool.ready == engine.cache.statistics().pool.capacity
+    return engine
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def forget_the_device(engine: Engine) -> None:
+    """Nothing is in the device's memory any more, and nothing is found there."""
+    assert engine.scheduler.reset_prefix_cache()
+    for rank in engine.ranks:
+        rank.device.rows.fill_(POISON)
+
+
+def close(engine: Engine) -> None:
+    for rank in engine.ranks:
+        rank.half.close()

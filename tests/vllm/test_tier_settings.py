@@ -1,0 +1,518 @@
+"""Settings of a tier: refusals, the identity of the bytes in it, and how ranks share it."""
+
+import errno
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import LoRAConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from connector.tier.weights import weights_of
+from connector.vllm import rank_tier, ranks, regions, tier_options
+from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.rank_tier import Onlooker
+from connector.vllm.settings import Settings
+from connector.vllm.tensors import order_of
+from connector.vllm.worker import WorkerHalf
+from cpu_prefix_cache import ConfigurationError, FileTier
+from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.memory import mapping
+from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
+from cpu_prefix_cache.model.planner import PAGE_BYTES
+from cpu_prefix_cache.slab import opening
+from cpu_prefix_cache.slab.generations import MARK
+from tests.vllm.engine import full, latent, one_group, vllm_config, window
+from tests.vllm.test_ranks import BLOCKS, latent_caches, plain_caches
+
+HOST, SIZE = 1 << 20, 8 << 20
+KEY = bytes(range(32))
+KNOWN = "kind, path, bytes, offload, policy, model, revision, keep_others"
+
+
+@pytest.fixture
+def path(tmp_path):
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    return folder
+
+
+def configure(folder, said=None, *, host=HOST, **parallel):
+    """A configuration with `said` as the operator's options of the tier."""
+    config = vllm_config(folder, cpu_bytes_to_use=host, tier=said)
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    config.instance_id, config.cache_config.num_gpu_blocks = "test", BLOCKS
+    return config
+
+
+def tier(path, **more):
+    return {"kind": "file", "path": str(path), "bytes": SIZE, "revision": "1"} | more
+
+
+def settings_of(config, *groups):
+    caches = KVCacheConfig(BLOCKS, [], list(groups)) if groups else one_group(BLOCKS)
+    return Settings.of(config, caches)
+
+
+def build(config, *groups):
+    return settings_of(config, *groups).build(SimpleNamespace(num_blocks=BLOCKS, null_block=0, blocks_per_chunk=None))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
+        (dict(size=5), f"unknown key 'size' in a tier; known keys are {KNOWN}"),
+        (dict(bytes="64GiB"), "bytes of a tier is a whole number of bytes, at least 1; got '64GiB'"),
+        (dict(bytes=0), "bytes of a tier is a whole number of bytes, at least 1; got 0"),
+        (dict(bytes=True), "bytes of a tier is a whole number of bytes, at least 1; got True"),
+        (dict(bytes=1e12), "bytes of a tier is a whole number of bytes, at least 1; got 1000000000000.0"),
+        (dict(path=7), "path of a tier is a text that is not empty; got 7"),
+        (dict(path=""), "path of a tier is a text that is not empty; got ''"),
+        (dict(offload="sometimes"), "offload of a tier is lazy or eager or None; got 'sometimes'"),
+        (dict(revision=None), "revision of a tier is left out rather than null; got None"),
+        (dict(keep_others=1), "keep_others of a tier is true or false; got 1"),
+    ],
+)
+def test_invalid_options_of_a_tier_are_refused(tmp_path, path, more, sentence):
+    with pytest.raises(ConfigurationError) as refused:
+        settings_of(configure(tmp_path, {**tier(path), **more}))
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("missing", ["kind", "path", "bytes"])
+def test_the_missing_field_is_named(tmp_path, path, missing):
+    said = {name: value for name, value in tier(path).items() if name != missing}
+    with pytest.raises(ConfigurationError, match=f"a tier needs {missing}; its keys are kind, path, bytes"):
+        settings_of(configure(tmp_path, said))
+
+
+@pytest.mark.parametrize("said", [["file"], None])
+def test_a_tier_is_a_text_or_a_dictionary(tmp_path, said):
+    with pytest.raises(ConfigurationError, match=r"a tier is a text .* or a dictionary with kind, path, bytes .*; got"):
+        settings_of(configure(tmp_path, said))
+
+
+def test_a_text_and_a_dictionary_say_the_same(tmp_path, path, monkeypatch):
+    monkeypatch.setattr(tier_options, "weights_of_all", lambda config: "some weights")
+    spelled = f"file:{path}:{SIZE}", {"kind": "file", "path": str(path), "bytes": SIZE}
+    one, other = (settings_of(configure(tmp_path, said)).tier for said in spelled)
+    assert one == other
+
+
+# What vLLM must be
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_keys_that_are_not_cryptographic_are_refused(tmp_path, path, algorithm):
+    config = configure(tmp_path, tier(path))
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    with pytest.raises(ConfigurationError, match=f"'{algorithm}'; start it with --prefix-caching-hash-algo sha256"):
+        settings_of(config)
+
+
+def test_adapters_have_names_only_so_a_revision_is_required(tmp_path, path):
+    said = tier(path)
+    config = configure(tmp_path, said)
+    config.lora_config = LoRAConfig(max_lora_rank=8)
+    assert settings_of(config).tier is not None
+    del said["revision"]
+    config.kv_transfer_config.kv_connector_extra_config["tier"] = said
+    with pytest.raises(ConfigurationError, match=r"with LoRA .* give the tier a revision"):
+        settings_of(config)
+
+
+def test_a_tier_that_holds_little_but_what_the_host_has_is_refused(tmp_path, path):
+    config = configure(tmp_path, tier(path, bytes=2 * HOST))  # records need some bytes, too
+    with pytest.raises(ConfigurationError, match=r"the host has 256 blocks, so give the tier at least .* bytes"):
+        build(config)
+
+
+# Identity
+
+
+def identity(config, *groups):
+    return settings_of(config, *groups).tier.namespace
+
+
+def test_everything_that_decides_bytes_or_keys_is_in_the_namespace(tmp_path, path):
+    def of(change=lambda config: None, *groups, **more):
+        config = configure(tmp_path, tier(path, **more))
+        change(config)
+        return identity(config, *groups)
+
+    def set_to(part, name, value):
+        return lambda config: setattr(getattr(config, part), name, value)
+
+    def set_rope(config):
+        config.model_config.hf_config.rope_theta = 5.0
+
+    namespaces = [
+        of(),
+        of(revision="2"),
+        of(model="another"),
+        of(set_to("cache_config", "cache_dtype", "fp8")),
+        of(set_to("cache_config", "prefix_caching_hash_algo", "sha256_cbor")),
+        of(set_to("parallel_config", "tensor_parallel_size", 2)),
+        of(set_to("parallel_config", "pipeline_parallel_size", 2)),
+        of(set_to("model_config", "dtype", torch.bfloat16)),
+        of(set_to("model_config", "quantization", "fp8")),
+        of(set_to("device_config", "device_type", "cuda")),
+        of(set_rope),
+        of(lambda config: None, full(layers=3)),
+        of(lambda config: None, full(), window(8)),
+    ]
+    assert len({each.folder for each in namespaces}) == len(namespaces)
+    assert of() == of() == of(offload="eager", bytes=2 * SIZE)
+
+
+def weights(model, revision=None, commit=None):
+    """Weights of a folder or of a model of a hub."""
+    return weights_of(str(model), SimpleNamespace(_commit_hash=commit), revision)
+
+
+def test_weights_in_a_folder_are_known_by_their_files(tmp_path):
+    first, second = tmp_path / "model-1.safetensors", tmp_path / "part" / "model-2.safetensors"
+    second.parent.mkdir()
+    first.write_bytes(b"1")
+    seen = [weights(tmp_path)]
+    second.write_bytes(b"2")
+    seen.append(weights(tmp_path))
+    second.write_bytes(b"22")
+    seen.append(weights(tmp_path))
+    time = first.stat().st_mtime_ns + 1
+    __import__("os").utime(first, ns=(time, time))
+    seen.append(weights(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert weights(tmp_path) == seen[-1]
+    assert len(set(seen)) == len(seen)
+
+
+def test_weights_of_a_hub_are_known_by_their_commit():
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert weights("org/model", commit=commit) == f"commit {commit}"
+    assert weights("org/model", revision=commit) == f"commit {commit}"
+    assert weights("org/model.gguf", commit=commit) == f"commit {commit}"  # a name like a file's, which is none here
+    for revision in (None, "main"):
+        with pytest.raises(ConfigurationError, match=r"'org/model' has.*give the tier a revision"):
+            weights("org/model", revision=revision)
+
+
+def test_each_engine_under_data_parallelism_has_a_folder(tmp_path, path):
+    folders = [settings_of(configure(tmp_path, tier(path), data_parallel_index=at)).tier.tier.folder for at in (0, 2)]
+    assert folders == [str(path), str(path / "engine-2")]
+
+
+def test_an_order_is_named_whatever_the_number_of_blocks():
+    def order(blocks):
+        return order_of(torch.zeros(blocks, 2, 4, 16).transpose(1, 2), blocks)
+
+    assert order(8) == order(50) == "float32 0: 2x2 1x4 3x16"
+    assert order_of(torch.zeros(2, 8), 2) == "float32 0: 1x8"  # two blocks of one row each, and no K and V
+    assert order_of(torch.zeros(2, 16, 4, 3), 8) == "float32 1: 0x2 1x2 2x4 3x3"  # two kernel blocks to a block
+    assert order_of([torch.zeros(8, 3), torch.zeros(8, 5, dtype=torch.float16)], 8) == "float32 0: 1x3, float16 0: 1x5"
+
+
+# Ranks
+
+
+def worker_of(config, group=None, caches=None):
+    cache_config = one_group(BLOCKS) if group is None else KVCacheConfig(BLOCKS, [], [group])
+    worker = WorkerHalf(Settings.of(config, cache_config), config, cache_config)
+    worker.register_kv_caches(caches or (plain_caches() if group is None else latent_caches(group)))
+    return worker
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Ranks, one after another in this process, that agree with themselves."""
+
+    def agree(problem):
+        if problem is not None:
+            raise problem
+
+    monkeypatch.setattr(ranks, "agree", agree)
+    monkeypatch.setattr(ranks, "share_memory", lambda: True)
+    monkeypatch.setattr(regions, "_shared_region", mapping.private)  # how they share it is none of these tests
+    monkeypatch.setattr(ranks, "largest", lambda number: number)
+    said = []
+    monkeypatch.setattr(ranks, "as_on_the_first", lambda value: said.append(value) or said[0])
+
+
+def test_host_blocks_are_whole_pages_where_there_is_a_tier(tmp_path, path):
+    odd = full(layers=3)
+    plain = Settings.of(vllm_config(tmp_path, cpu_bytes_to_use=HOST), KVCacheConfig(BLOCKS, [], [odd]))
+    assert plain.planner.host_block_bytes % PAGE_BYTES
+    assert settings_of(configure(tmp_path, tier(path)), odd).planner.host_block_bytes % PAGE_BYTES == 0
+
+
+def test_scheduler_and_ranks_have_the_same_number_of_slots(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    before = build(config).below.pool.capacity
+    worker = worker_of(config)
+    (manifest,) = path.glob("*/rank-0-of-1/manifest.json")
+    assert json.loads(manifest.read_text())["slots"] == before == build(config).below.pool.capacity
+    worker.close()
+
+
+def test_ranks_with_regions_of_their_own_have_slabs_of_their_own(tmp_path, path, together):
+    halves = []
+    for rank in range(2):
+        size = dict(world_size=2, tensor_parallel_size=2, rank=rank)
+        halves.append(worker_of(configure(tmp_path, tier(path), host=HOST, **size)))
+    assert sorted(each.name for each in path.glob("*/*")) == ["rank-0-of-2", "rank-1-of-2"]
+    for each in halves:
+        each.close()
+
+
+def test_the_first_of_the_ranks_that_share_a_region_has_the_slab(tmp_path, path, together):
+    halves = []
+    for rank in range(4):
+        size = dict(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank)
+        config = configure(tmp_path, tier(path), host=HOST, **size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "as_on_the_first_stage", lambda numbers: numbers)
+            patch.setattr(ranks, "place_in_the_group", lambda: (0, 1))  # their shared memory is none of this test
+            patch.setattr(ranks, "as_on_the_first_of_the_group", lambda word: word)
+            halves.append(worker_of(config, latent()))
+    assert sorted(each.name for each in path.glob("*/*")) == ["rank-0-of-2", "rank-1-of-2"]
+    assert [isinstance(each._tier, Onlooker) for each in halves] == [False, True, False, True]
+    for each in halves:
+        each.close()
+
+
+def test_an_onlooker_reports_everything_as_done_until_it_is_resolved():
+    onlooker = Onlooker(3)
+    transfers = tuple(TransferPlan(id, Direction.LOAD, (), 0) for id in (4, 5, 6))
+    onlooker.run(TierPlan(StepPlan(0, transfers)))
+    assert onlooker.report().transfers[:3] == RankReport(3, done=frozenset({4, 5, 6}))[:3]
+    onlooker.run(TierPlan(StepPlan(0, (), resolved_below=5, resolved=(6,))))
+    assert onlooker.report().transfers.done == {5}
+    assert onlooker.report().is_scanned and not onlooker.is_busy
+
+
+# Tiers that cannot be opened
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(opening, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "LONGEST_PAUSE_SECONDS", 0.01)
+
+
+def opens_later(worker, mend):
+    """It is there and reports that its tier is not open, until somebody has mended it."""
+    assert worker._tier.report().next_generation is None
+    worker.begin(StepMetadata(StepPlan(0, ()), tier=TierPlan(StepPlan(0, ()))))
+    assert worker.reports().tier[0].next_generation is None
+    mend()
+    worker._tier._attempts.join(30)
+    assert worker._tier.report().next_generation is not None
+    worker.close()
+
+
+def test_a_path_that_is_not_there(tmp_path, path, impatient):
+    opens_later(worker_of(configure(tmp_path, tier(path / "nowhere"))), (path / "nowhere").mkdir)
+
+
+def test_a_path_that_another_process_has(tmp_path, path, impatient):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    opens_later(worker_of(config), worker.close)
+
+
+def test_another_size_than_before_keeps_what_fits(tmp_path, path):
+    worker = worker_of(configure(tmp_path, tier(path)))
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker.close()
+    worker = worker_of(configure(tmp_path, tier(path, bytes=9_000_000)))
+    loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
+    assert carry_out(worker, loads, {0}).transfers.unfit == ()
+    worker.close()
+
+
+def test_an_error_for_the_operator_leaves_no_region_behind(tmp_path, path, monkeypatch):
+    closed, close = [], regions.HostArena.close
+    monkeypatch.setattr(regions.HostArena, "close", lambda arena: closed.append(arena) or close(arena))
+
+    def fails(*_, **__):
+        raise ConfigurationError("give it another name")
+
+    monkeypatch.setattr(FileTier, "open", fails)
+    with pytest.raises(ConfigurationError, match="give it another name"):
+        worker_of(configure(tmp_path, tier(path)))
+    assert len(closed) == 1
+
+
+def test_a_refusal_by_another_rank_closes_the_slab_again(tmp_path, path, together, monkeypatch):
+    size = dict(world_size=2, tensor_parallel_size=2, rank=0)
+    config, calls = configure(tmp_path, tier(path), host=HOST, **size), []
+
+    def agree(parallel, problem):
+        calls.append(problem)
+        if len(calls) == 2:  # all have the sizes, and one has no slab
+            raise ConfigurationError("another rank has no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_tier, "agree", agree)
+        with pytest.raises(ConfigurationError, match="another rank has no room"):
+            worker_of(config)
+    worker_of(config).close()
+
+
+def test_a_rank_on_another_machine_makes_its_engines_folder_there(tmp_path, path, together):
+    here, there = path / "here", path / "there"
+    here.mkdir(), there.mkdir()
+    size = dict(world_size=2, tensor_parallel_size=2, data_parallel_index=2)
+    first = worker_of(configure(tmp_path, tier(here), host=HOST, rank=0, **size))
+    second = worker_of(configure(tmp_path, tier(there), host=HOST, rank=1, **size))
+    assert [each.name for each in here.glob("*/*/*")] == ["rank-0-of-2"]
+    assert [each.name for each in there.glob("*/*/*")] == ["rank-1-of-2"]
+    first.close()
+    second.close()
+
+
+def test_rows_in_another_order_begin_anew(tmp_path, path, caplog):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker.close()
+    turned = {name: view.transpose(1, 2).contiguous().transpose(1, 2) for name, view in plain_caches().items()}
+    worker = worker_of(config, caches=turned)
+    loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
+    assert [slots for _, slots in carry_out(worker, loads, {0}).transfers.unfit] == [(1,)]
+    assert caplog.text.count("begins anew") == 1 and "row order was" in caplog.text
+    worker.close()
+
+
+# A worker's steps
+
+
+def carry_out(worker, plan, ids):
+    """Until these transfers have ended: the last report of the tier."""
+    worker.begin(StepMetadata(StepPlan(0, ()), tier=plan))
+    while True:
+        worker.results()
+        reports = worker.reports()
+        ended = reports.tier[0].transfers
+        if ids <= ended.done | ended.failed:
+            return reports.tier[0]
+        worker.begin(StepMetadata(StepPlan(0, ()), tier=TierPlan(StepPlan(0, ()))))
+
+
+def moving(id, direction, slot, block, generation, group=0):
+    label = Label(KEY, b"", group, 0, CHUNK, generation)
+    copies = (GroupCopy(group, (slot,), (block,), (label,)),)
+    return TransferPlan(id, direction, copies, PAGE_BYTES)
+
+
+def test_a_worker_writes_what_its_host_block_holds_and_reads_it_back(tmp_path, path):
+    worker = worker_of(configure(tmp_path, tier(path)))
+    region = worker._worker._arena.blocks
+    region[3] = torch.arange(region.shape[1]) % 251
+    first = worker._tier.report().next_generation
+    store = TierPlan(StepPlan(0, (moving(0, Direction.STORE, 9, 3, first),)))
+    assert carry_out(worker, store, {0}).transfers.done == {0}
+    loads = moving(1, Direction.LOAD, 9, 5, first), moving(2, Direction.LOAD, 8, 6, first)
+    report = carry_out(worker, TierPlan(StepPlan(0, loads, resolved_below=1)), {1, 2})
+    assert (report.transfers.done, [slots for _, slots in report.transfers.unfit]) == ({1, 2}, [(8,)])
+    assert torch.equal(region[5], region[3])
+    moved = worker.take_stats().data
+    assert moved["tiering_write_bytes"] == moved["tiering_read_bytes"] == region.shape[1]
+    assert moved["tiering_write_time"] > 0 < moved["tiering_read_time"]
+    worker.close()
+
+
+def test_groups_that_a_stage_lacks_are_written_as_zeros(tmp_path, path):
+    """So its records name whole chunks, and nothing of others gets to the disk."""
+    config = configure(tmp_path, tier(path))
+    caches = KVCacheConfig(BLOCKS, [], [full(), window(8)])
+    settings = Settings.of(config, caches)
+    region = torch.full((64, settings.planner.host_block_bytes), 7, dtype=torch.uint8)
+    pieces = list(settings.planner.pieces)
+    lacking = regions.RankShapes(
+        (pieces[0], pieces[1].__class__(pieces[1].group, 1, pieces[1].host_blocks, 0)), region.shape[1]
+    )
+    opened = rank_tier.tier_of_rank(settings, config.parallel_config, lacking, region, "some order")
+    first = opened.report().next_generation
+    opened.run(TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first, group=1),))))
+    opened.drain()
+    assert opened.report().transfers.done == {0}
+    assert not region[3].any() and region[4].all()
+    opened.close()
+
+
+def test_a_reset_on_a_disk_that_is_read_only_does_not_end_the_worker(tmp_path, path, monkeypatch):
+    """No mark can be left, so nothing is written or served any more; and once it can be, all goes on."""
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "the disk is read-only")
+
+    worker = worker_of(configure(tmp_path, tier(path)))
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    later = first + (1 << 32)
+    transfers = moving(1, Direction.STORE, 2, 3, later), moving(2, Direction.LOAD, 1, 5, first)
+    with monkeypatch.context() as broken:
+        for call in ("fsync", "unlink", "pwrite", "pwritev"):
+            broken.setattr(os, call, read_only)
+        report = carry_out(worker, TierPlan(StepPlan(1, transfers), first_generation=later), {1, 2})
+    assert report.transfers.failed == {1} and [slots for _, slots in report.transfers.unfit] == [(1,)]
+    assert not list(path.rglob(MARK))
+    again = TierPlan(StepPlan(1, (moving(3, Direction.STORE, 2, 3, later),)), first_generation=later)
+    assert 3 in carry_out(worker, again, {3}).transfers.done and list(path.rglob(MARK))
+    worker.close()
+
+
+def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    assert not list(path.rglob(MARK))
+    later = first + (1 << 32)
+    carry_out(worker, TierPlan(StepPlan(1, (moving(1, Direction.STORE, 2, 3, later),)), first_generation=later), {1})
+    assert list(path.rglob(MARK))
+    worker.close()
+    worker = worker_of(config)
+    assert not list(path.rglob(MARK))
+    loads = moving(0, Direction.LOAD, 1, 5, first), moving(1, Direction.LOAD, 2, 6, later)
+    refused = carry_out(worker, TierPlan(StepPlan(0, loads)), {0, 1}).transfers.unfit
+    assert sorted(slot for _, slots in refused for slot in slots) == [1, 2]
+    worker.close()
+
+
+def test_slots_that_a_worker_has_found_are_reported_until_taken_in(tmp_path, path):
+    config = configure(tmp_path, tier(path))
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker.close()
+    worker = worker_of(config)
+    worker._tier.tier._source.close()  # which waits for it
+
+    def says(taken):
+        """In a step that computes."""
+        plan = TierPlan(StepPlan(0, ()), taken=taken)
+        worker.begin(StepMetadata(StepPlan(0, ()), computes=True, tier=plan))
+        worker.results()
+        reports = worker.reports()
+        return reports and len(reports.tier[0].found)
+
+    assert [says(0), says(0), says(1), says(1)] == [1, 1, 0, None]
+    worker.close()
+
+
+def test_reports_of_ranks_are_put_together():
+    one, other = (TierReport(RankReport(rank)) for rank in range(2))
+    both = WorkerReports((one.transfers,), 5, (one,)).aggregate(WorkerReports((other.transfers,), 5, (other,)))
+    assert both == WorkerReports((one.transfers, other.transfers), 5, (one, other))
