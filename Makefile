@@ -30,7 +30,7 @@ test-deciding: $(DECIDING_VENV)/installed
 # are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants; disks below an
 # engine are frozen and hang for 8 s, and fill up and go.
 test-long: $(VENV)/installed
-	EXAMPLES=8 $(BIN)/python -m pytest $(wildcard property_tests/*_machine.py)
+	EXAMPLES=8 $(BIN)/python -m pytest property_tests/machines
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests/engines/atom/test_simulation.py
@@ -46,11 +46,11 @@ lint: $(VENV)/installed
 SEED ?= 1
 COUNT ?= 100
 mutants: $(VENV)/installed
-	nice $(BIN)/python -m mutants --seed $(SEED) --count $(COUNT)
+	nice $(BIN)/python -m property_tests.mutants --seed $(SEED) --count $(COUNT)
 
-# The faults of property_tests/faults, each with the tests that must notice it.
+# The faults of property_tests/planted, each with the tests that must notice it.
 planted: $(VENV)/installed
-	nice $(BIN)/python -m mutants.planted $(filter-out %/vllm.toml,$(wildcard property_tests/faults/*.toml))
+	nice $(BIN)/python -m property_tests.planted.plant $(filter-out %/vllm.toml,$(wildcard property_tests/planted/*.toml))
 
 # The wheel and the sdist: built, looked into, the one installed in an empty environment, the other unpacked and tested.
 package: $(VENV)/installed

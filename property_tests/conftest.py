@@ -15,6 +15,8 @@ from property_tests.search import search
 
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported: Triton reads it as it decorates
 
+collect_ignore = ["mutants", "planted"]  # tools without tests, which import all of pytest
+
 STEPS = pytest.StashKey[int]()
 
 settings.register_profile(

@@ -18,7 +18,7 @@ from cpu_prefix_cache.deciding import (
     StepPlan,
 )
 from cpu_prefix_cache.messages.request import Answer
-from property_tests.engines import cache_options
+from property_tests.models.engines import cache_options
 from property_tests.strategies import chain
 
 GRID = 4

@@ -1,4 +1,4 @@
-"""BlockPool in stories. Any order of events is held by property_tests/test_pool_machine.py."""
+"""BlockPool in stories. Any order of events is held by property_tests/machines/test_pool_machine.py."""
 
 from string import ascii_letters
 from types import SimpleNamespace

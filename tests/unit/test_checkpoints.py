@@ -1,4 +1,4 @@
-"""Checkpoints, story by story (rule 9). Any order of events is held by property_tests/test_hybrid_cache_machine.py.
+"""Checkpoints, story by story (rule 9). Any order of events is held by test_hybrid_cache_machine.py.
 
 A prompt is letters, one to a chunk of four tokens; "abc!" is the checkpoint at the end of "abc".
 """
@@ -26,7 +26,7 @@ from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import new_pool
-from property_tests.engines import cache_options
+from property_tests.models.engines import cache_options
 from property_tests.strategies import chain
 
 GRID = 4

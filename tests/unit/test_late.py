@@ -5,7 +5,7 @@ import pytest
 from cpu_prefix_cache import Hit, Miss, Pending
 from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, HybridChunkPlanner, PrefixGroup, RankReport, Request
 from cpu_prefix_cache.prefix_cache import STORE_SECONDS
-from property_tests.engines import QueueSlots, cache_options
+from property_tests.models.engines import QueueSlots, cache_options
 from tests.support.story import GRID, chain
 
 SLOTS = 6

@@ -22,7 +22,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     PACKAGE / "README.md",
 ]
-CODE = [*(ROOT / name for name in ("src", "benchmarks", "examples", "mutants", "property_tests")), *ROOT.glob("tests*")]
+CODE = [ROOT / name for name in ("src", "benchmarks", "examples", "property_tests", "tests")]
 NAMES = Counter(path.name for folder in CODE for path in folder.rglob("*.py"))
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

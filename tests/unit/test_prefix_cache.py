@@ -1,4 +1,4 @@
-"""CPUPrefixCache, event by event. Any order of events is held by property_tests/test_prefix_cache_machine.py."""
+"""CPUPrefixCache, event by event. Any order of events is held by test_prefix_cache_machine.py."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.offload.break_even import NEVER, least_tokens
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from property_tests.engines import QueueSlots, cache_options
+from property_tests.models.engines import QueueSlots, cache_options
 from tests.support.story import ATTENTION, GRID, Engine, chain
 
 

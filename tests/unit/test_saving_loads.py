@@ -13,7 +13,7 @@ from cpu_prefix_cache.deciding import (
     Request,
 )
 from cpu_prefix_cache.offload.device import Device
-from property_tests.engines import cache_options
+from property_tests.models.engines import cache_options
 from tests.support.story import GRID, chain
 
 

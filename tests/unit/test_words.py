@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "src"
 PACKAGE = LIBRARY / "cpu_prefix_cache"
-SUITES = [*(ROOT / name for name in ("benchmarks", "examples", "mutants", "property_tests")), *ROOT.glob("tests*")]
+SUITES = [ROOT / name for name in ("benchmarks", "examples", "property_tests", "tests")]
 PAGES = [
     *ROOT.glob("*.md"),
     *ROOT.glob(".github/*.md"),

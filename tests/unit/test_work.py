@@ -12,7 +12,7 @@ from cpu_prefix_cache.deciding import (
     RankReport,
     Request,
 )
-from property_tests.engines import QueueSlots, cache_options
+from property_tests.models.engines import QueueSlots, cache_options
 from tests.support.story import Engine, chain
 from tests.unit.test_checkpoints import FULL, STATE
 from tests.unit.test_checkpoints import GRID as GRID_OF_CHECKPOINTS

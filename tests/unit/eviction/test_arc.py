@@ -1,4 +1,4 @@
-"""ARC in stories. Its slow twin, on plain lists, is property_tests/model.py."""
+"""ARC in stories. Its slow twin, on plain lists, is property_tests/models/model.py."""
 
 import random
 

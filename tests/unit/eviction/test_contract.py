@@ -1,6 +1,6 @@
 """The pool's requirements of any policy. A new one is added to POLICIES and nowhere else.
 
-The order of victims, whatever happens, is held by property_tests/test_pool_machine.py.
+The order of victims, whatever happens, is held by property_tests/machines/test_pool_machine.py.
 """
 
 import gc

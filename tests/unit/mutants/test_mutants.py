@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mutants.faults import Fault, faults_of
-from mutants.sample import draw, population, read, write
-from mutants.subjects import SUBJECTS
+from property_tests.mutants.faults import Fault, faults_of
+from property_tests.mutants.sample import draw, population, read, write
+from property_tests.mutants.subjects import SUBJECTS
 
 HOME = Path(__file__).parents[3]
 TINY = """
@@ -175,7 +175,7 @@ def test_faults_are_killed_or_survive_or_never_end(tree: Path, tmp_path: Path) -
     write(tmp_path / "list.json", map(only, expected))
     results = tmp_path / "results.jsonl"
     files = ["--list", tmp_path / "list.json", "--results", results, "--scratch", tmp_path / "scratch"]
-    command = [sys.executable, "-m", "mutants", "--root", tree, *files]
+    command = [sys.executable, "-m", "property_tests.mutants", "--root", tree, *files]
     printed = subprocess.run(command, cwd=HOME, check=True, capture_output=True, text=True).stdout
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["result"], row["by"]) for row in rows] == list(expected.values())

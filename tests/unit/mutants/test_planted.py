@@ -1,4 +1,4 @@
-"""The script that plants the faults of `property_tests/faults`: its report, and the faults that it lets pass."""
+"""The script that plants the faults of `property_tests/planted`: its report, and the faults that it lets pass."""
 
 import subprocess
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mutants.planted import read
+from property_tests.planted.plant import read
 
 HOME = Path(__file__).parents[3]
-LISTS = sorted((HOME / "property_tests/faults").glob("*.toml"))
+LISTS = sorted((HOME / "property_tests/planted").glob("*.toml"))
 FAULT = """
 [[fault]]
 says = "{says}"
@@ -31,14 +31,13 @@ def tree(tmp_path: Path) -> Path:
     for name, text in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_text(text)
-    for name in ("mutants", "property_tests"):  # the plugin of the runs that it starts
-        (tmp_path / "tree" / name).symlink_to(HOME / name)
+    (tmp_path / "tree" / "property_tests").symlink_to(HOME / "property_tests")  # the plugin of the runs that it starts
     return tmp_path / "tree"
 
 
 def planted(tree: Path, *faults: str) -> subprocess.CompletedProcess[str]:
     (tree / "list.toml").write_text("".join(faults))
-    command = [sys.executable, "-m", "mutants.planted", "--root", tree, tree / "list.toml"]
+    command = [sys.executable, "-m", "property_tests.planted.plant", "--root", tree, tree / "list.toml"]
     return subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False)
 
 

@@ -26,9 +26,9 @@ from cpu_prefix_cache.messages.request import Answer
 from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.tier import TierStatistics
-from property_tests.engines import cache_options
+from property_tests.models.engines import cache_options
+from property_tests.models.tier_model import RankSlots, RankStore
 from property_tests.strategies import chain
-from property_tests.tier_model import RankSlots, RankStore
 from tests.support.story import Engine
 
 GRID = 4

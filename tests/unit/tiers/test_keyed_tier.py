@@ -8,8 +8,8 @@ from cpu_prefix_cache.deciding import BlockName, KeyedTier
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.tiers.keyed_questions import ABSENT_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS, STORE_PAUSE_SECONDS
-from property_tests.keyed_rank import PLANNER, KeyedRank
-from property_tests.tier_model import RankStore
+from property_tests.models.keyed_rank import PLANNER, KeyedRank
+from property_tests.models.tier_model import RankStore
 
 HOST = 16
 ASK_SECONDS = 0.02

@@ -4,7 +4,7 @@ import pytest
 
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.model.planner import PAGE_BYTES
-from property_tests.test_hybrid_cache_machine import LAYOUTS
+from property_tests.machines.test_hybrid_cache_machine import LAYOUTS
 
 
 def planner(*sizes, in_pages=True, ranks=1):

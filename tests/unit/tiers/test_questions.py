@@ -1,6 +1,6 @@
 """Queries to a store that others write: the prompts queried, the wait for an answer, and its use.
 
-Any order: property_tests/test_tier_machine.py. With bytes: tests/unit/stores/test_shared.py.
+Any order: property_tests/machines/test_tier_machine.py. With bytes: tests/unit/stores/test_shared.py.
 """
 
 from dataclasses import replace

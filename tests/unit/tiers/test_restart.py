@@ -1,4 +1,4 @@
-"""Generations, resets, and what a restart takes in. Any order of events: property_tests/test_tier_machine.py.
+"""Generations, resets, and what a restart takes in. Any order of events: property_tests/machines/test_tier_machine.py.
 
 `S8.n` numbers edge cases that broke the tiers of other caches.
 """
