@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hybrid_models import (
+from benchmarks.deciding.hybrid_models import (
     MODELS,
     checkpoint_bytes,
     conversation_depths,

@@ -1,4 +1,4 @@
-"""Requests, times and figures of `benchmarks/serve.py`, with a simple engine in place of vLLM."""
+"""Requests, times and figures of `benchmarks/vllm/serve.py`, with a simple engine in place of vLLM."""
 
 import asyncio
 import gzip
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve_loop import Loop, Tokens, results
-from benchmarks.serve_trace import Request, dealt, ideal_hit, read, timed
+from benchmarks.vllm.serve_loop import Loop, Tokens, results
+from benchmarks.vllm.serve_trace import Request, dealt, ideal_hit, read, timed
 
 LIMIT = 10_000
 
@@ -119,10 +119,9 @@ def test_an_answer_cut_short_is_no_answer():
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """One that imports others which are found beside the script."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module
+def module():
+    """A script of benchmarks for vLLM, by its name."""
+    return lambda name: importlib.import_module(f"benchmarks.vllm.{name}")
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Plots that `benchmarks/serve_plot.py` draws of results of serve.py."""
+"""Plots that `benchmarks/vllm/serve_plot.py` draws of results of serve.py."""
 
 import json
 
 import pytest
 
-from benchmarks.serve_plot import FIGURES, draw, main, points
+from benchmarks.vllm.serve_plot import FIGURES, draw, main, points
 
 
 def served(tokens: int) -> dict:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tokens_per_gib import GIB, KIB, MIB, MODELS, groups_of, table, tokens_in_a_gib
+from benchmarks.deciding.tokens_per_gib import GIB, KIB, MIB, MODELS, groups_of, table, tokens_in_a_gib
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, prefix_bytes_per_token
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 import cpu_prefix_cache_vllm
-from benchmarks.vllm_policies import hit_blocks
+from benchmarks.vllm.vllm_policies import hit_blocks
 from connector.vllm_offloading import AdaptivePolicy, interface
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.tools.replay.meter import Meter

@@ -1,8 +1,7 @@
-"""Engines of `benchmarks/vllm_simulated.py`, and the hits that `benchmarks/vllm_hits.py` finds in them."""
+"""Engines of `benchmarks/vllm/vllm_simulated.py`, and the hits that `benchmarks/vllm/vllm_hits.py` finds in them."""
 
 import importlib
 import random
-from pathlib import Path
 
 import pytest
 
@@ -11,10 +10,9 @@ KINDS = ("ours-lazy", "ours-eager", "simple-lazy", "simple-eager", "offloading",
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """One that imports others which are found beside the script."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module
+def module():
+    """A script of benchmarks for vLLM, by its name."""
+    return lambda name: importlib.import_module(f"benchmarks.vllm.{name}")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 A thread that wants Python's lock from one that computes without a pause gets it after `sys.getswitchinterval()`, 5 ms.
 A copy thread wants it for each slice, which is on the link for half a millisecond: 140 slices, 80 ms on the link, took
-490 ms, and with an interval of 0.2 ms 83 (benchmarks/switch_interval.py, two processors).
+490 ms, and with an interval of 0.2 ms 83 (benchmarks/copies/switch_interval.py, two processors).
 """
 
 import sys

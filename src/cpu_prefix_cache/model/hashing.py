@@ -157,7 +157,7 @@ class ChainHasher:
         stop = len(tokens) // self.chunk_tokens
         data = _token_bytes(tokens, len(keys) * self.chunk_tokens, stop * self.chunk_tokens)
         digest, width = self._digest, self.chunk_tokens * TOKEN_BYTES
-        read = BytesIO(data).read  # chunk after chunk: faster than slices, see benchmarks/hashing.py
+        read = BytesIO(data).read  # chunk after chunk: faster than slices, see benchmarks/deciding/hashing.py
         key = keys[-1] if keys else self._seed
         for index in [index for index in self._items if len(keys) <= index < stop]:
             keys += [key := digest(key + read(width)) for _ in range(len(keys), index)]

@@ -59,7 +59,7 @@ class RadixDevice(Device):
     """A subclass has eight members of one line each, and the engine calls four.
 
     A question about the order of eviction costs what is read of it, and what was used or locked since the last one; not
-    the size of the tree (benchmarks/radix_order.py).
+    the size of the tree (benchmarks/deciding/radix_order.py).
 
     `num_pages` is how many pages the engine can hand out, whatever their numbers are; `chunk_pages` how many of them a
     chunk takes. Page numbers may be given in lists, tensors and arrays, and are returned in lists.

@@ -6,7 +6,6 @@ Conversations, each of some turns, whose prompts grow. Those of one engine do no
 import functools
 import importlib
 import random
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CONVERSATIONS = 12
 REQUESTS = 60
 TURN_BLOCKS = 2
@@ -26,9 +24,7 @@ FAST = ("--nic", "1e6", "--link", "1e6", "--names", "1e12", "--round-trip", "0")
 
 @pytest.fixture(scope="module")
 def fleet():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("tiers_fleet")
+    return importlib.import_module("benchmarks.tiers.tiers_fleet")
 
 
 def conversations():
