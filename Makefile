@@ -148,7 +148,4 @@ $(REAL_VENV)/installed: pyproject.toml requirements/constraints.txt
 	touch $@
 
 clean:
-REAL_VENV := .venv-real
-DECIDING_VENV := .venv-deciding
-
-.PHONY: demo demo-real test test-deciding test-long lint mutants planted package test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) $(REAL_VENV) $(DECIDING_VENV) .field
