@@ -38,6 +38,7 @@ from benchmarks.vllm.vllm_reload import (
     SHAPES,
     SWEEP,
     Engine,
+    end_engines_when_terminated,
     model_folder,
     say,
 )
@@ -173,6 +174,7 @@ def written(kept: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    end_engines_when_terminated()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--engines", default="null@40,ours-lazy@40,offloading@40,simple-lazy@40,none")

@@ -202,6 +202,11 @@ class Engine:
         self._process.wait()
 
 
+def end_engines_when_terminated() -> None:
+    """Have SIGTERM, which `timeout` sends, raise SystemExit: engines have sessions of their own and would run on."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 @contextmanager
 def model_folder(kept: Path | None, shape: str) -> Iterator[Path]:
     """Folder of the model. vLLM keeps compiled code by folder, so one that is kept makes the next start faster."""
@@ -380,6 +385,7 @@ PARTS = {part.__name__: part for part in (idle, stores, ttft, together, rounds, 
 
 
 def main() -> None:
+    end_engines_when_terminated()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="ttft,rounds")
     parser.add_argument("--shape", choices=SHAPES, default="llama")
