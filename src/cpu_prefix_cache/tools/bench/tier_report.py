@@ -6,7 +6,7 @@ slots     method    direction    GB/s  CPU ms/GB  of plain
 2048 KiB  verified  read         2.50         90       83%
 2048 KiB  plain     read         3.00         20      100%
 >>> print(break_even(2.5, bytes_per_token=131_072, prefill_rate=38_000))
-a token has 131,072 bytes: at 38,000 tokens/s, reading is as fast as computing at 4.98 GB/s
+a token has 131,072 bytes: at 38,000 tokens/s, reading is faster than computing above 4.98 GB/s
 this tier reads 2.50 GB/s: nothing would be read
 >>> print(break_even(2.5, bytes_per_token=131_072, prefill_rate=None))
 a token has 131,072 bytes: reading this tier saves time where fewer than 19,073 tokens/s are computed
@@ -42,7 +42,7 @@ def break_even(read_gb_per_s: float, bytes_per_token: int, prefill_rate: float |
     even = bytes_per_token * prefill_rate / 1e9
     answer = "long prefixes would be read" if read_gb_per_s > even else "nothing would be read"
     return (
-        f"{a_token}at {prefill_rate:,.0f} tokens/s, reading is as fast as computing at {even:,.2f} GB/s\n"
+        f"{a_token}at {prefill_rate:,.0f} tokens/s, reading is faster than computing above {even:,.2f} GB/s\n"
         f"this tier reads {read_gb_per_s:.2f} GB/s: {answer}"
     )
 

@@ -5,7 +5,7 @@
 
 Pairs and the even depth are those of `prefill_work.py`. The prefill rate is that at the beginning of a prompt.
 
-Checked with vLLM 0.32 on an H200 (docs/performance.md): from 214 ms for 8,224 tokens follow 1,194 for 32,800; measured
+Checked with vLLM 0.32 on an H200 (docs/policies.md): from 214 ms for 8,224 tokens follow 1,194 for 32,800; measured
 1,188.
 
 What is loaded crosses the link from the host to the device, also if it came from below. What the device has already

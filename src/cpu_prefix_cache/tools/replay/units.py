@@ -29,7 +29,7 @@ def parse_capacity(text: str, block_bytes: int | None) -> int:
     except ConfigurationError as error:
         raise ConfigurationError(f"a capacity is a number of blocks, or a size: {error}") from error
     if block_bytes is None:
-        raise ConfigurationError(f"{text} is in bytes: give the bytes of a token by --bytes-per-token or --model")
+        raise ConfigurationError(f"{text} needs --bytes-per-token or --model, to turn bytes into blocks")
     if size < block_bytes:
         raise ConfigurationError(f"{text} is less than a block, which takes {show_bytes(block_bytes)}")
     return size // block_bytes
