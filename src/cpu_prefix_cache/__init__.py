@@ -1,12 +1,13 @@
 """A host-memory KV prefix cache that any LLM engine can import.
 
     cpu_prefix_cache             for an engine in one process: `HostCache`, its options, layouts, devices and errors
+    cpu_prefix_cache.by_keys     for one that has its own index: put, look up and load blocks by keys
     cpu_prefix_cache.deciding    the deciding half, for an engine whose scheduler is a process of its own
     cpu_prefix_cache.copying     the copying half, for its ranks
     cpu_prefix_cache.tier        a tier below host memory, and stores of one's own
     cpu_prefix_cache.testing     checks of a device and of a store, for their authors; copiers with faults
 
-These five are public, each as far as its `__all__`. All other modules are private: they change without notice.
+These six are public, each as far as its `__all__`. All other modules are private: they change without notice.
 
 Nothing here imports torch before a `HostCache` is made.
 """

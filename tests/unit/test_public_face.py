@@ -1,4 +1,4 @@
-"""The public face: five modules, and only what their `__all__` names. Everything else in the library is private.
+"""The public face: six modules, and only what their `__all__` names. Everything else in the library is private.
 
 connectors, examples, pages    import these modules only
 each `__all__`                 is sorted, and what it names exists; no name has two homes
@@ -17,7 +17,7 @@ import torch  # noqa: F401  half of the names need it
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "cpu_prefix_cache"
-FACE = [LIBRARY, *(f"{LIBRARY}.{name}" for name in ("copying", "deciding", "testing", "tier"))]
+FACE = [LIBRARY, *(f"{LIBRARY}.{name}" for name in ("by_keys", "copying", "deciding", "testing", "tier"))]
 MOST_NAMES = 30
 USERS = [
     path

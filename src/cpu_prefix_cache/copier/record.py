@@ -7,9 +7,11 @@ import logging
 import threading
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.messages.errors import CopyFailed
 from cpu_prefix_cache.messages.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
@@ -85,3 +87,29 @@ def _until_ended(copy: CopyRecord) -> None:
             return  # `report` sees it too
         except Exception as error:
             note_failure(copy, error)
+
+
+@dataclass(frozen=True, slots=True)
+class EndOf(Event):
+    """The end of a transfer, perhaps not submitted yet. A failure is raised again and again."""
+
+    copy: CopyRecord
+
+    def passed(self) -> bool:
+        return self._well(ended(self.copy)) is not None
+
+    def until_passed(self) -> None:
+        _until_ended(self.copy)
+        self._well(ended(self.copy))
+
+    def submitted(self) -> Event:
+        """The copier's own event, which streams of a device can wait for. Waits until there is one."""
+        with suppress(CancelledError):
+            self.copy.submission.exception()
+        self._well(ended(self.copy))
+        return self.copy.event or Passed()
+
+    def _well(self, went_well: bool | None) -> bool | None:
+        if went_well is False:
+            raise CopyFailed(f"transfer {self.copy.transfer.id} has failed")
+        return went_well

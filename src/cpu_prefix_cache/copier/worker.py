@@ -32,7 +32,7 @@ from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.exchange import Exchange, exchanges
 from cpu_prefix_cache.copier.job_thread import Job, JobThread
 from cpu_prefix_cache.copier.pace import Pace
-from cpu_prefix_cache.copier.record import CopyRecord, await_ended, ended
+from cpu_prefix_cache.copier.record import CopyRecord, EndOf, await_ended, ended
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
@@ -134,6 +134,10 @@ class CopyWorker:
         """The loads that had not ended at the last plan or report, in the order of their plans."""
         copies = self._copies.values()
         return [copy for copy in copies if copy.went_well is None and copy.transfer.direction is Direction.LOAD]
+
+    def end_of(self, id: int) -> EndOf:
+        """The end of a transfer that was in a plan, and that no plan has had as resolved."""
+        return EndOf(self._copies[id])
 
     @property
     def is_busy(self) -> bool:

@@ -28,6 +28,10 @@ class PoolExhausted(PrefixCacheError):
         self.available = available
 
 
+class CopyFailed(PrefixCacheError):
+    """A load has not brought what it was to, and its device blocks hold anything. The engine computes it."""
+
+
 class InternalError(PrefixCacheError):
     """A rule of this library does not hold: a defect in it, which no caller can cause."""
 

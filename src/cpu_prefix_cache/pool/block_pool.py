@@ -150,6 +150,11 @@ class BlockPool:
         node = self._forest.find(key)
         return None if node == NONE or self._nodes.state[node] == ABSENT else node
 
+    def find_all(self, keys: Iterable[bytes]) -> list[int | None]:
+        """`find` of each key."""
+        places, state = self._forest.find_all(keys), self._nodes.state
+        return [None if node == NONE or state[node] == ABSENT else node for node in places]
+
     def place(self, key: bytes) -> int | None:
         """The node with this key, cached or absent."""
         node = self._forest.find(key)

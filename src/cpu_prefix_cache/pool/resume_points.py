@@ -64,6 +64,8 @@ class ResumePoints:
         for node in nodes:
             parent = parents[node]
             chunk = parent if node in self._checkpoints else node
+            if chunk == parent and not self._needs_checkpoint(self._forest.depth[chunk]):
+                continue  # a request can resume there without it
             if self._nearest.set(chunk, False) and self._log is not None:
                 self._log.removed((chunk,))
             if not children[parent]:

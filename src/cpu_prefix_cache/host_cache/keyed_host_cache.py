@@ -1,0 +1,246 @@
+"""KeyedHostCache: both halves of the host cache for an engine that has its own index, and asks for blocks by keys.
+
+    put(keys, blocks)     ->  CopyHandle    the host copies what it lacks; until that is done nobody writes to blocks
+    lookup(keys)          ->  FoundKeys     a lease: what was found stays, until
+    release(found)
+    load(keys, blocks)    ->  LoadHandle    an event for each layer
+
+A key is that of a full chunk and of all before it. `blocks` has a list for each group, of the last of the keys:
+
+    put([k0, k1, k2, k3], [[7, 9, 4, 1], [1]])      attention of all four keys, a state of the last
+    put([k0, k1, k2, k3], [[4, 1], []])             of the last two keys; the others tell what comes before them
+
+Each rank has a cache of its own, and they need not have the same keys: what all of them found is for the engine to
+intersect, and whether all loads have ended well to reduce, as it does for its own.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from cpu_prefix_cache.host_cache.arguments import check_keys
+from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
+from cpu_prefix_cache.host_cache.options import check_options
+from cpu_prefix_cache.keyed.given import Given, given
+from cpu_prefix_cache.keyed.key_planner import ANY_LENGTH, KeyPlanner
+from cpu_prefix_cache.keyed.keyed_cache import FoundKeys, KeyedCache
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.numbers import Numbers, is_integer, numbers
+from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.offload.transfers import Transfer
+
+if TYPE_CHECKING:
+    from cpu_prefix_cache.copier.record import EndOf
+    from cpu_prefix_cache.host_cache.halves import CopierWrapper
+    from cpu_prefix_cache.kv_layout import KVGroup
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedStatistics:
+    """A KeyedHostCache at one moment. `leases` are open; `leases_left` were when a reset or `close` ended them."""
+
+    cache: CacheStatistics
+    host_bytes: int
+    ready_bytes: int  # grows to host_bytes while the region is pinned
+    leases: int
+    leases_left: int
+
+
+class KeyedHostCache:
+    """Blocks of `groups` in `host_bytes` of host memory, by keys of `chunk_tokens` tokens.
+
+    All calls are made in one thread, and raise MisuseError after `close`.
+
+    Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
+    """
+
+    def __init__(
+        self,
+        groups: "Sequence[KVGroup]",
+        *,
+        host_bytes: int,
+        chunk_tokens: int | None = None,
+        policy: str = "lru",
+        null_block: int | None = None,
+        threads: bool | None = None,
+        load_seconds: float | None = None,
+        wrap_copier: "CopierWrapper | None" = None,
+    ) -> None:
+        from cpu_prefix_cache.copier.choose import choose_copier
+        from cpu_prefix_cache.copier.worker import CopyWorker
+        from cpu_prefix_cache.kv_layout import check_groups
+        from cpu_prefix_cache.memory.arena import HostArena
+
+        check_options(
+            host_bytes=host_bytes,
+            chunk_tokens=chunk_tokens,
+            policy=policy,
+            threads=threads,
+            load_seconds=load_seconds,
+            wrap_copier=wrap_copier,
+        )
+        check_groups(groups)
+        planner = KeyPlanner([each.group for each in groups], chunk_tokens=chunk_tokens)
+        num_blocks = host_bytes // planner.host_block_bytes
+        if num_blocks < planner.fewest_blocks:
+            raise ConfigurationError(
+                f"host_bytes must hold at least what one key has, {planner.fewest_blocks * planner.host_block_bytes} "
+                f"bytes, got {host_bytes}"
+            )
+        tensors = [each.tensors for each in groups]
+        on = tensors[0][0].device
+        is_cuda = on.type == "cuda"
+        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None)
+        copier = choose_copier(planner, tensors, self._arena.blocks, null_block=null_block, pinned=self._arena).copier
+        self._copier = copier if wrap_copier is None else wrap_copier(copier, tensors)
+        self._worker = CopyWorker(
+            0,
+            self._copier,
+            self._arena,
+            threads=is_cuda if threads is None else threads,
+            load_seconds=load_seconds,
+        )
+        self.cache = KeyedCache(
+            planner,
+            host_blocks=num_blocks,
+            device_blocks=sum(each.num_blocks for each in groups),
+            ready_blocks=self._arena.ready_blocks,
+            policy=policy,
+        )
+        self._sizes = [each.num_blocks for each in groups]
+        self._null_block = null_block
+        self._num_layers = 1 + max(layer for each in groups for layer in each.layers)
+        self._handles: dict[int, CopyHandle] = {}  # by transfer
+        self._process, self._is_closed = os.getpid(), False
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> CopyHandle:
+        """Copy what the host lacks of these keys out of `blocks`, after all that compute has been given so far.
+
+        What is here, or is being copied, is not copied again. Nobody writes to `blocks` until the handle is done.
+
+        Raises MisuseError for keys that are no digests, or come twice, and for blocks that do not exist, or are not
+        those of the last keys.
+        """
+        places = self._given(keys, blocks)
+        handle = CopyHandle(self._begin(self.cache.put(keys, places, time.monotonic())), self.poll)
+        self._handles.update(dict.fromkeys(handle.ids, handle))
+        return handle
+
+    def lookup(self, keys: Sequence[bytes], *, before: int = 0) -> FoundKeys:
+        """Look up these keys, from the first on; `before` more come before them in the prompt, which chunk-local
+        attention alone needs to know. The answer is a lease: what it names stays until `release`, a reset or `close`.
+        """
+        self._check_usable()
+        self._check_keys(keys)
+        self.poll()
+        return self.cache.lookup(keys, before)
+
+    def release(self, found: FoundKeys) -> None:
+        """End the lease of a lookup. Raises MisuseError the second time."""
+        self._check_usable()
+        self.cache.release(found)
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> LoadHandle:
+        """Fill `blocks`, after all that compute has been given so far. Nobody else uses them until the handle is done.
+
+        If some of it is not here any more, nothing is copied, and the handle is done and not `ok`. Where a copy fails,
+        `blocks` hold anything, and its keys are forgotten.
+
+        Raises MisuseError as `put`, and for a block that is given twice.
+        """
+        places = self._given(keys, blocks)
+        for at, each in enumerate(places.by_group):
+            if len(set(each)) != len(each):
+                raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
+        loads = self.cache.load(keys, places, time.monotonic())
+        handle = LoadHandle(
+            self._begin(loads or ()),
+            self.poll,
+            num_layers=self._num_layers,
+            hold=self._copier.hold_compute,
+            ok=loads is not None,
+        )
+        self._handles.update(dict.fromkeys(handle.ids, handle))
+        return handle
+
+    def poll(self) -> None:
+        """See what has ended. Calls of an engine that has nothing to copy may be far apart."""
+        self._check_usable()
+        for ended in self.cache.report(self._worker.report()):
+            handle = self._handles.pop(ended.transfer.id, None)
+            if handle is not None:
+                handle.ended(ended.transfer.id, ended.ok)
+
+    def drain(self) -> None:
+        """Wait for all copies that have begun."""
+        self._check_usable()
+        self._worker.drain()
+        self.poll()
+
+    def reset(self) -> None:
+        """Nothing put before now may be loaded again: new weights, for example. Copies under way end, and leases."""
+        self._check_usable()
+        self.cache.reset()
+
+    def statistics(self) -> KeyedStatistics:
+        block_bytes = self.cache.planner.host_block_bytes
+        return KeyedStatistics(
+            self.cache.statistics(),
+            host_bytes=self.cache.pool.capacity * block_bytes,
+            ready_bytes=self._arena.ready_blocks * block_bytes,
+            leases=self.cache.num_leases,
+            leases_left=self.cache.leases_left,
+        )
+
+    def close(self) -> None:
+        """Wait for copies under way, end leases and give the host region back.
+
+        Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
+        """
+        if self._is_closed or self._process != os.getpid():
+            return
+        self.drain()
+        self.cache.end_leases()
+        self._worker.close()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, transfers: Sequence[Transfer]) -> "dict[int, EndOf]":
+        """Begin what was planned. The end of each of these transfers, by its id."""
+        if transfers:
+            self._worker.run(self.cache.step())
+        return {each.id: self._worker.end_of(each.id) for each in transfers}
+
+    def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
+        self._check_usable()
+        self._check_keys(keys)
+        by_group = [numbers(each) for each in blocks]
+        places = given(self.cache.planner, len(keys), by_group)
+        for at, (each, size) in enumerate(zip(by_group, self._sizes, strict=True)):
+            for block in each:
+                if not (is_integer(block) and 0 <= block < size) or block == self._null_block:
+                    raise MisuseError(f"group {self._name(at)!r} has no block {block!r}: those up to {size - 1} exist")
+        return places
+
+    def _check_keys(self, keys: Sequence[bytes]) -> None:
+        check_keys(keys, num_tokens=ANY_LENGTH, chunk_tokens=1, persist=False, every=False)
+        if len(set(keys)) < len(keys):
+            raise MisuseError("a key comes twice: a key is that of all tokens up to the end of its chunk (rule 14)")
+
+    def _name(self, at: int) -> str:
+        return self.cache.planner.groups[at].name
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise MisuseError(
+                f"this KeyedHostCache belongs to process {self._process}, and its memory is not in a fork: build one"
+            )
+        if self._is_closed:
+            raise MisuseError("this KeyedHostCache was closed: its memory is given back; build a new one")
