@@ -28,8 +28,8 @@ class KeyedEngine:
     """`groups` are some of GROUPS; `host_blocks` is the size of the host, in blocks of attention."""
 
     def __init__(self, groups: Sequence[str] = GROUPS, host_blocks: int = 200, **options: object) -> None:
-        kv = torch.zeros(2, 3, BLOCKS, TOKENS, 2, 8, dtype=torch.bfloat16)
-        window = torch.zeros(2, 2, BLOCKS, TOKENS, 2, 8, dtype=torch.bfloat16)
+        kv = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16)
+        window = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16)
         state = torch.zeros(BLOCKS, 50)
         codec = {"codec": options.pop("codec")} if "codec" in options else {}
         layouts = {

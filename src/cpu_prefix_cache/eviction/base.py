@@ -33,6 +33,10 @@ class EvictionPolicy(Protocol):
         infinity: never.
         """
 
+    def used_beside(self, nodes: Sequence[int]) -> None:
+        """The request that was admitted last used these nodes, too, which are not above the one that it named."""
+        return
+
     def renewed(self, blocks: Sequence[int]) -> None:
         """These chunks have left the pool beside this one, in this order: none was used more recently."""
         return

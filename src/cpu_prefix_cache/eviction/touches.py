@@ -94,6 +94,10 @@ class TouchPolicy(EvictionPolicy):
         self._stamp = 0
         self._last: Touch = self._rings[0]  # of the chunks that were taken last
 
+    def used_beside(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            self.admitted(node, (), None)
+
     def removed(self, block: int) -> None:
         touch = self._mark[block]
         self._mark[block] = None

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Self
 from cpu_prefix_cache.host_cache.arguments import check_keys
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
 from cpu_prefix_cache.host_cache.options import check_options
+from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.keyed.given import Given, given
 from cpu_prefix_cache.keyed.key_planner import ANY_LENGTH, KeyPlanner
-from cpu_prefix_cache.keyed.keyed_cache import FoundKeys, KeyedCache
+from cpu_prefix_cache.keyed.keyed_cache import KeyedCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers, is_integer, numbers
 from cpu_prefix_cache.messages.stats import CacheStatistics
@@ -132,7 +133,6 @@ class KeyedHostCache:
         """Look up these keys, from the first on; `before` more come before them in the prompt, which chunk-local
         attention alone needs to know. The answer is a lease: what it names stays until `release`, a reset or `close`.
         """
-        self._check_usable()
         self._check_keys(keys)
         self.poll()
         return self.cache.lookup(keys, before)
@@ -219,8 +219,8 @@ class KeyedHostCache:
         return {each.id: self._worker.end_of(each.id) for each in transfers}
 
     def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
-        self._check_usable()
         self._check_keys(keys)
+        self.poll()
         by_group = [numbers(each) for each in blocks]
         places = given(self.cache.planner, len(keys), by_group)
         for at, (each, size) in enumerate(zip(by_group, self._sizes, strict=True)):

@@ -60,6 +60,9 @@ class KeyPlanner(HybridChunkPlanner):
         """Its key in a pool."""
         return checkpoint_key(self.side_name(key, at))
 
+    def side_keys(self, keys: Sequence[bytes], at: int) -> list[bytes]:
+        return [self.side_key(key, at) for key in keys]
+
     def of_side(self, at: int) -> "KeyPlanner":
         """The same planner where one group alone has sides."""
         only = copy(self)

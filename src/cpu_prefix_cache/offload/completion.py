@@ -194,8 +194,7 @@ class Completion:
 
     def _withdraw_sources(self, load: LoadTransfer) -> None:
         """Withdraw the chunks that this load has read, and no others: their keys may have been stored anew since."""
-        here = [node for node in self._sources(load) if self._pool.key(node) is not None]
-        for node in here[:1]:
+        for node in self._sources(load):
             self._withdraw(node)
 
     def _withdraw(self, node: int) -> None:

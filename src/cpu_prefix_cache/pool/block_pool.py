@@ -361,6 +361,10 @@ class BlockPool:
             self._evictions.hit(deepest)
         return self._policy.admitted(NONE if deepest is None else deepest, keys, now, next_use)
 
+    def use_beside(self, nodes: Sequence[int]) -> None:
+        """The request that was touched last used these nodes, too: checkpoints of chunks above its last one."""
+        self._policy.used_beside(nodes)
+
     def pin(self, *blocks: int) -> Pin:
         """Hold `blocks` in place: nodes in any state but FREE, or blocks of pieces of checkpoints.
 

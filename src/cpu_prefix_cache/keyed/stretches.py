@@ -1,0 +1,21 @@
+"""Stretches of the nodes that some keys have in a pool, in their order: those that hang one below the other."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from cpu_prefix_cache.pool.block_pool import BlockPool
+
+Nodes = Sequence[int | None]  # of some keys in a pool: None where it has none
+
+
+def ends(pool: BlockPool, nodes: Nodes) -> Iterator[tuple[int, int]]:
+    """Where each stretch ends, and its last node. A pin on that holds all of it."""
+    for at, (node, after) in enumerate(pairwise((*nodes, None)), 1):
+        if node is not None and (after is None or pool.parent(after) != node):
+            yield at, node
+
+
+def whole(nodes: Nodes) -> list[int] | None:
+    """All of these; None if one is missing."""
+    here = [node for node in nodes if node is not None]
+    return here if len(here) == len(nodes) else None
