@@ -187,6 +187,26 @@ def test_chunks_that_were_used_are_evicted_last():
     assert engine.host.lookup(keys("other", 1, 2, 3)).longest == 2
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_sides_that_were_used_are_evicted_last(policy):
+    engine = KeyedEngine(["attention", "window"], host_blocks=9, policy=policy)
+    for name in ("a", "b"):
+        engine.put(keys(name, 1), [[0, 1], [0, 1]])
+    assert engine.loaded(keys("a", 1), [[9, 8], [7, 6]])
+    engine.put(keys("c", 1), [[0, 1], [0, 1]])
+    assert engine.host.lookup(keys("a", 1)).longest == 2 and engine.host.lookup(keys("b", 1)).longest < 2
+
+
+def test_a_lease_keeps_portions_that_came_apart():
+    engine = KeyedEngine(["attention"], host_blocks=8)
+    engine.put(PROMPT[3:], [[3, 4, 5]])
+    engine.put(PROMPT[:3], [[0, 1, 2]])
+    found = engine.host.lookup(PROMPT)
+    for number in range(5):
+        engine.put(keys("other", number), [[0, 1]])
+    assert found.longest == 6 and engine.loaded(PROMPT, [ELSEWHERE[0]])
+
+
 # Loads
 
 
