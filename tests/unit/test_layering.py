@@ -18,7 +18,7 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "offload": {"messages", "model", "pool"},
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
     "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
-    "keyed": {"messages", "model", "offload", "pool"},
+    "keyed": {"messages", "model", "offload", "pool", "tiers"},
     "deciding": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "tools.plots": {"messages"},
     "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},

@@ -5,7 +5,7 @@ One thread at a time asks a copier's event. Where that raises, the transfer has 
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -113,3 +113,20 @@ class EndOf(Event):
         if went_well is False:
             raise CopyFailed(f"transfer {self.copy.transfer.id} has failed")
         return went_well
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfAll(Event):
+    """The end of transfers that may not have begun yet. `ends` are theirs, or None before they begin, unless that is to
+    be awaited.
+    """
+
+    ends: Callable[[bool], Sequence[EndOf] | None]
+
+    def passed(self) -> bool:
+        ends = self.ends(False)
+        return ends is not None and all(end.passed() for end in ends)
+
+    def until_passed(self) -> None:
+        for end in self.ends(True) or ():
+            end.until_passed()

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.destinations import Destinations
-from cpu_prefix_cache.host_cache.host_tier import HostCacheTier
+from cpu_prefix_cache.host_cache.host_tier import HostCacheTier, slots_below
 from cpu_prefix_cache.host_cache.options import check_options
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
@@ -31,6 +31,7 @@ from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.slab.identity import check_identity
 from cpu_prefix_cache.slab.tier import Tier
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:
     import torch
@@ -134,10 +135,18 @@ class Halves:
         ready = self._arena.ready_blocks
         self._tier: HostCacheTier | None = None
         if below is not None:
-            self._tier = HostCacheTier(
-                below, planner, groups, self._arena.blocks, device, ready_blocks=ready, options=options, engine=engine
+            slots = slots_below(below, planner, num_blocks)
+            tiered = TieredCache(
+                planner,
+                device,
+                host_blocks=num_blocks,
+                below=below.options(slots),
+                ready_blocks=ready,
+                options=options,
+                engine=engine,
             )
-            self.cache: CPUPrefixCache = self._tier.cache
+            self.cache: CPUPrefixCache = tiered
+            self._tier = HostCacheTier(below, slots, tiered, groups, self._arena.blocks)
         else:
             self.cache = CPUPrefixCache(
                 planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine

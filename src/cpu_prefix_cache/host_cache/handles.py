@@ -7,7 +7,8 @@
 A copier that moves all layers together has the same event for each: that of the end.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,72 +18,74 @@ if TYPE_CHECKING:
     from cpu_prefix_cache.copier.record import EndOf
     from cpu_prefix_cache.copier.streams import Event
 
+NAP_SECONDS = 100e-6
+
 
 class CopyHandle:
-    """Transfers that belong together, each with its end. `see` is called to learn which have ended.
+    """Transfers that belong together. `see` is called to learn which have ended; they may begin later."""
 
-    Without transfers it is done at once, and `ok` as given.
-    """
+    def __init__(self, see: Callable[[], object]) -> None:
+        self._see = see
+        self._ends: Sequence[EndOf] | None = None  # until they begin
+        self._open = set[int]()
+        self._ok = True
 
-    def __init__(self, ends: "Mapping[int, EndOf]", see: Callable[[], object], *, ok: bool = True) -> None:
-        self._ends = [*ends.values()]
-        self._open, self._see, self._ok = set(ends), see, ok
-
-    @property
-    def ids(self) -> Collection[int]:
-        """The transfers that have not ended."""
-        return self._open
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all have ended. Looks, and waits for nothing."""
-        if self._open:
-            self._see()
-        return not self._open
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether all have ended well. None: some had not ended at the last look."""
-        return None if self._open else self._ok
-
-    def wait(self) -> bool:
-        """Wait until all have ended. Whether they have ended well."""
-        for end in self._ends:
-            with suppress(CopyFailed):
-                end.until_passed()
-        return self.is_done and self._ok
+    def begun(self, ends: "Mapping[int, EndOf]", *, ok: bool = True) -> Iterable[int]:
+        """They have begun, each with its end; or there are none, and it is done. Called by the cache. Their ids."""
+        self._ends, self._ok = [*ends.values()], ok
+        self._open.update(ends)
+        return ends
 
     def ended(self, id: int, ok: bool) -> None:
         """One of them has ended. Called by the cache."""
         self._open.discard(id)
         self._ok = self._ok and ok
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all have ended. Looks, and waits for nothing."""
+        if self.ok is None:
+            self._see()
+        return self.ok is not None
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether all have ended well. None: some had not ended at the last look."""
+        return None if self._ends is None or self._open else self._ok
+
+    def wait(self) -> bool:
+        """Wait until all have ended. Whether they have ended well."""
+        for end in self._begun_ends():
+            with suppress(CopyFailed):
+                end.until_passed()
+        while not self.is_done:  # those that were submitted before it are seen first
+            time.sleep(NAP_SECONDS)
+        return self._ok
+
+    def _begun_ends(self) -> "Sequence[EndOf]":
+        """The ends, once they have begun."""
+        while self._ends is None:
+            self._see()
+            time.sleep(NAP_SECONDS)
+        return self._ends
+
 
 class LoadHandle(CopyHandle):
-    """A load. `hold` has compute wait for an event of the copier."""
+    """A load into `num_layers` layers. `hold` has compute wait for an event of the copier."""
 
-    def __init__(
-        self,
-        ends: "Mapping[int, EndOf]",
-        see: Callable[[], object],
-        *,
-        num_layers: int,
-        hold: "Callable[[Event], object]",
-        ok: bool = True,
-    ) -> None:
-        super().__init__(ends, see, ok=ok)
+    def __init__(self, see: Callable[[], object], *, num_layers: int, hold: "Callable[[Event], object]") -> None:
+        super().__init__(see)
         self._num_layers, self._hold = num_layers, hold
 
     @property
     def layers(self) -> "Sequence[Event]":
         """An event for each layer, passed when all of that layer has come, and of those before it.
 
-        It raises CopyFailed once that has failed, as this does where nothing was loaded.
+        It raises CopyFailed once that has failed, or where nothing was loaded.
         """
-        from cpu_prefix_cache.copier.streams import AllOf
+        from cpu_prefix_cache.copier.record import EndOfAll
 
-        self._check_loads()
-        return [AllOf(self._ends)] * self._num_layers
+        return [EndOfAll(self._load_ends)] * self._num_layers
 
     def hold_compute(self, layer: int) -> None:
         """Have what compute is given from now on run after this layer has come. Waits until the copy is submitted.
@@ -90,10 +93,14 @@ class LoadHandle(CopyHandle):
         Raises CopyFailed if it has failed by then. A later failure is known when it `is_done`, and what was computed
         meanwhile is wrong.
         """
-        self._check_loads()
-        for end in self._ends:
+        for end in self._load_ends(is_awaited=True) or ():
             self._hold(end.submitted())
 
-    def _check_loads(self) -> None:
-        if not self._ends and not self._ok:
+    def _load_ends(self, is_awaited: bool) -> "Sequence[EndOf] | None":
+        """The ends of its transfers; None: they have not begun, and that is not awaited."""
+        if not is_awaited and self._ends is None:
+            self._see()
+        ends = self._begun_ends() if is_awaited else self._ends
+        if ends is not None and not ends and not self._ok:
             raise CopyFailed("some of these keys are not here any more: nothing was loaded")
+        return ends

@@ -1,4 +1,4 @@
-"""HostCacheTier: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
+"""TierBelow: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
 
 open      a thread makes or finds the files, or takes the store over, as soon as that can be (`slab/opening.py`)
 step      the plan of the tier is carried out, and its report is passed on
@@ -9,14 +9,12 @@ close     what only the host has is written, for some seconds at most
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.stats import TierStatistics
+from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.engine_steps import EngineTraits
 from cpu_prefix_cache.slab.tier import RankPart, Tier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
@@ -29,80 +27,56 @@ if TYPE_CHECKING:
 NAP_SECONDS = 0.002
 
 
-class HostCacheTier:
-    """`region` is the host region, uint8 [blocks, bytes]; the rest is as in TieredCache.
+class AboveTier(Protocol):
+    """The cache above a tier, as far as the tier's own steps go."""
+
+    @property
+    def planner(self) -> HybridChunkPlanner: ...
+
+    def passed(self, now: float) -> None: ...
+    def plan_below(self) -> TierPlan: ...
+    def report_below(self, report: TierReport) -> None: ...
+    def reset(self, revision: str | None = None) -> None: ...
+    def flush(self) -> None: ...
+    def tier_statistics(self) -> TierStatistics: ...
+
+    @property
+    def is_flushed(self) -> bool: ...
+
+
+class TierBelow:
+    """A tier of so many `slots` below `cache`. `region` is the host region, uint8 [blocks, bytes].
 
     Raises ConfigurationError for what only the operator can change. Whatever else keeps the tier from being
     opened pauses it.
     """
 
     def __init__(
-        self,
-        below: Tier,
-        planner: HybridChunkPlanner,
-        groups: "Sequence[KVGroup]",
-        region: "torch.Tensor",
-        device: Device,
-        *,
-        ready_blocks: int,
-        options: CacheOptions,
-        engine: EngineTraits,
+        self, below: Tier, slots: int, cache: AboveTier, groups: "Sequence[KVGroup]", region: "torch.Tensor"
     ) -> None:
-        if not isinstance(below, Tier):
-            raise ConfigurationError(
-                "below a HostCache is a FileTier(path, bytes, model=..., revision=...), or a SharedTier(store, "
-                "model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
-                f"{type(below).__name__}"  # which may be a URL with a password
-            )
-        namespace = _namespace(below, planner, groups)
-        slots = below.slots(planner.host_block_bytes, region.shape[0])
-        self.cache = TieredCache(
-            planner,
-            device,
-            host_blocks=region.shape[0],
-            below=below.options(slots),
-            ready_blocks=ready_blocks,
-            options=options,
-            engine=engine,
-        )
-        self._rank = below.opening(namespace, region, planner.pieces, RankPart(slots))
+        namespace = _namespace(below, cache.planner, groups)
+        self._above = cache
+        self._rank = below.opening(namespace, region, cache.planner.pieces, RankPart(slots))
         self._flush_seconds = below.flush_seconds
-        self._computed: dict[Hashable, int] = {}  # tokens of running requests
-        self._began = 0.0
         self.report()  # the first request may need chunks from before
 
     def run(self) -> None:
         """A step begins: what is to be read and written."""
-        self._began = time.monotonic()
-        self.cache.passed(self._began)
-        self._rank.run(self.cache.plan_below())
+        self._above.passed(time.monotonic())
+        self._rank.run(self._above.plan_below())
 
     def reset(self, revision: str | None) -> None:
         """It reaches the files at once, because the process may end before the next step."""
-        self.cache.reset(revision)
-        self._rank.run(self.cache.plan_below())
+        self._above.reset(revision)
+        self._rank.run(self._above.plan_below())
 
     def report(self) -> None:
-        self.cache.report_below(self._rank.report())
-
-    def started(self, id: Hashable, tokens: int) -> None:
-        """A request has KV of so many tokens, without computing them."""
-        self._computed[id] = tokens
-
-    def timed(self, computed: Mapping[Any, int]) -> None:
-        """A step has ended, after which each request has KV of so many tokens."""
-        before, seconds = self._computed, time.monotonic() - self._began
-        new = sum(tokens - before[id] for id, tokens in computed.items() if id in before)
-        before.update((id, tokens) for id, tokens in computed.items() if id in before)
-        self.cache.prefilled(new, seconds)
-
-    def ended(self, id: Hashable) -> None:
-        self._computed.pop(id, None)
+        self._above.report_below(self._rank.report())
 
     def statistics(self) -> TierStatistics:
         seen = self._rank.statistics()
         return replace(
-            self.cache.tier_statistics(),
+            self._above.tier_statistics(),
             read_seconds=seen.read_seconds,
             write_seconds=seen.write_seconds,
             kept=seen.kept,
@@ -114,14 +88,55 @@ class HostCacheTier:
     def flush(self, step: Callable[[], object]) -> None:
         """Write what only the host has, hottest first, with the steps that `step` makes."""
         deadline = time.monotonic() + self._flush_seconds
-        self.cache.flush()
-        while not self.cache.is_flushed and time.monotonic() < deadline:
+        self._above.flush()
+        while not self._above.is_flushed and time.monotonic() < deadline:
             step()
             time.sleep(NAP_SECONDS)
 
     def close(self) -> None:
         """End the threads, and let others have the files."""
         self._rank.close()
+
+
+class HostCacheTier(TierBelow):
+    """The same below a cache of requests, whose computing is timed."""
+
+    def __init__(
+        self, below: Tier, slots: int, cache: TieredCache, groups: "Sequence[KVGroup]", region: "torch.Tensor"
+    ) -> None:
+        super().__init__(below, slots, cache, groups, region)
+        self._cache = cache
+        self._computed: dict[Hashable, int] = {}  # tokens of running requests
+        self._began = 0.0
+
+    def run(self) -> None:
+        self._began = time.monotonic()
+        super().run()
+
+    def started(self, id: Hashable, tokens: int) -> None:
+        """A request has KV of so many tokens, without computing them."""
+        self._computed[id] = tokens
+
+    def timed(self, computed: Mapping[Any, int]) -> None:
+        """A step has ended, after which each request has KV of so many tokens."""
+        before, seconds = self._computed, time.monotonic() - self._began
+        new = sum(tokens - before[id] for id, tokens in computed.items() if id in before)
+        before.update((id, tokens) for id, tokens in computed.items() if id in before)
+        self._cache.prefilled(new, seconds)
+
+    def ended(self, id: Hashable) -> None:
+        self._computed.pop(id, None)
+
+
+def slots_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> int:
+    """Slots of a tier below so many host blocks. Raises ConfigurationError for what is no tier, or too small."""
+    if not isinstance(below, Tier):
+        raise ConfigurationError(
+            "below a HostCache is a FileTier(path, bytes, model=..., revision=...), or a SharedTier(store, "
+            "model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
+            f"{type(below).__name__}"  # which may be a URL with a password
+        )
+    return below.slots(planner.host_block_bytes, host_blocks)
 
 
 def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":

@@ -22,20 +22,26 @@ from typing import TYPE_CHECKING, Self
 
 from cpu_prefix_cache.host_cache.arguments import check_keys
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
+from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.options import check_options
 from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.keyed.given import Given, given
 from cpu_prefix_cache.keyed.key_planner import ANY_LENGTH, KeyPlanner
 from cpu_prefix_cache.keyed.keyed_cache import KeyedCache
+from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
+from cpu_prefix_cache.keyed.tiered_keyed_cache import TieredKeyedCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers, is_integer, numbers
-from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.offload.transfers import Transfer
+from cpu_prefix_cache.slab.identity import check_identity
+from cpu_prefix_cache.slab.tier import Tier
 
 if TYPE_CHECKING:
-    from cpu_prefix_cache.copier.record import EndOf
     from cpu_prefix_cache.host_cache.halves import CopierWrapper
     from cpu_prefix_cache.kv_layout import KVGroup
+
+NAP_SECONDS = 0.001  # between looks at a tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +53,14 @@ class KeyedStatistics:
     ready_bytes: int  # grows to host_bytes while the region is pinned
     leases: int
     leases_left: int
+    tier: TierStatistics | None = None
 
 
 class KeyedHostCache:
     """Blocks of `groups` in `host_bytes` of host memory, by keys of `chunk_tokens` tokens.
+
+    `below` is a FileTier for what host memory cannot hold (docs/tiers.md); then keys are sha256 digests, a load may
+    wait for it, and `poll` is called now and then.
 
     All calls are made in one thread, and raise MisuseError after `close`.
 
@@ -68,6 +78,7 @@ class KeyedHostCache:
         threads: bool | None = None,
         load_seconds: float | None = None,
         wrap_copier: "CopierWrapper | None" = None,
+        below: Tier | None = None,
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
@@ -83,7 +94,7 @@ class KeyedHostCache:
             wrap_copier=wrap_copier,
         )
         check_groups(groups)
-        planner = KeyPlanner([each.group for each in groups], chunk_tokens=chunk_tokens)
+        planner = KeyPlanner([each.group for each in groups], chunk_tokens=chunk_tokens, in_pages=below is not None)
         num_blocks = host_bytes // planner.host_block_bytes
         if num_blocks < planner.fewest_blocks:
             raise ConfigurationError(
@@ -103,17 +114,26 @@ class KeyedHostCache:
             threads=is_cuda if threads is None else threads,
             load_seconds=load_seconds,
         )
-        self.cache = KeyedCache(
-            planner,
-            host_blocks=num_blocks,
-            device_blocks=sum(each.num_blocks for each in groups),
-            ready_blocks=self._arena.ready_blocks,
-            policy=policy,
-        )
+        ready = self._arena.ready_blocks
+        self._tier: TierBelow | None = None
+        if below is None:
+            self.cache = KeyedCache(planner, host_blocks=num_blocks, ready_blocks=ready, policy=policy)
+        else:
+            slots = slots_below(below, planner, num_blocks)
+            self.cache = tiered = TieredKeyedCache(
+                planner,
+                host_blocks=num_blocks,
+                below=below.options(slots),
+                ready_blocks=ready,
+                policy=policy,
+            )
+            self._tier = TierBelow(below, slots, tiered, groups, self._arena.blocks)
         self._sizes = [each.num_blocks for each in groups]
         self._null_block = null_block
+        self._key_bytes = set[int]()  # the length of all keys, once there is one
         self._num_layers = 1 + max(layer for each in groups for layer in each.layers)
         self._handles: dict[int, CopyHandle] = {}  # by transfer
+        self._waiting: dict[KeyedLoad, LoadHandle] = {}  # for the tier
         self._process, self._is_closed = os.getpid(), False
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> CopyHandle:
@@ -124,9 +144,8 @@ class KeyedHostCache:
         Raises MisuseError for keys that are no digests, or come twice, and for blocks that do not exist, or are not
         those of the last keys.
         """
-        places = self._given(keys, blocks)
-        handle = CopyHandle(self._begin(self.cache.put(keys, places, time.monotonic())), self.poll)
-        self._handles.update(dict.fromkeys(handle.ids, handle))
+        handle = CopyHandle(self.poll)
+        self._begin(handle, self.cache.put(keys, self._given(keys, blocks), time.monotonic()))
         return handle
 
     def lookup(self, keys: Sequence[bytes], *, before: int = 0) -> FoundKeys:
@@ -154,35 +173,49 @@ class KeyedHostCache:
         for at, each in enumerate(places.by_group):
             if len(set(each)) != len(each):
                 raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
-        loads = self.cache.load(keys, places, time.monotonic())
-        handle = LoadHandle(
-            self._begin(loads or ()),
-            self.poll,
-            num_layers=self._num_layers,
-            hold=self._copier.hold_compute,
-            ok=loads is not None,
-        )
-        self._handles.update(dict.fromkeys(handle.ids, handle))
+        load = self.cache.load(keys, places, time.monotonic())
+        handle = LoadHandle(self.poll, num_layers=self._num_layers, hold=self._copier.hold_compute)
+        if load.waits:
+            self._waiting[load] = handle
+            self._step_tier()
+        else:
+            self._begin(handle, load.transfers, ok=not load.is_gone)
         return handle
 
     def poll(self) -> None:
-        """See what has ended. Calls of an engine that has nothing to copy may be far apart."""
+        """See what has ended, and go on with what waits for the tier. Handles do so when they are looked at."""
         self._check_usable()
+        if self._tier is not None:
+            self._tier.report()
         for ended in self.cache.report(self._worker.report()):
             handle = self._handles.pop(ended.transfer.id, None)
             if handle is not None:
                 handle.ended(ended.transfer.id, ended.ok)
+        for load in self.cache.take_ready():
+            self._begin(self._waiting.pop(load), load.transfers, ok=not load.is_gone)
+        self._step_tier()
 
     def drain(self) -> None:
-        """Wait for all copies that have begun."""
-        self._check_usable()
+        """Wait for all that was put and is loaded."""
+        self.poll()
+        while self._waiting:
+            time.sleep(NAP_SECONDS)
+            self.poll()
         self._worker.drain()
         self.poll()
 
-    def reset(self) -> None:
-        """Nothing put before now may be loaded again: new weights, for example. Copies under way end, and leases."""
+    def reset(self, revision: str | None = None) -> None:
+        """Nothing put before now may be loaded again: new weights, for example. Leases end, and what is under way
+        fails; it may write until it is done.
+
+        A `revision` names the weights from now on, for the tier. Raises ConfigurationError for one that is no text.
+        """
+        check_identity(None, revision, None)
         self._check_usable()
-        self.cache.reset()
+        if self._tier is None:
+            self.cache.reset()
+        else:
+            self._tier.reset(revision)
 
     def statistics(self) -> KeyedStatistics:
         block_bytes = self.cache.planner.host_block_bytes
@@ -192,6 +225,7 @@ class KeyedHostCache:
             ready_bytes=self._arena.ready_blocks * block_bytes,
             leases=self.cache.num_leases,
             leases_left=self.cache.leases_left,
+            tier=None if self._tier is None else self._tier.statistics(),
         )
 
     def close(self) -> None:
@@ -203,6 +237,9 @@ class KeyedHostCache:
             return
         self.drain()
         self.cache.end_leases()
+        if self._tier is not None:
+            self._tier.flush(self.poll)
+            self._tier.close()
         self._worker.close()
         self._is_closed = True
 
@@ -212,11 +249,16 @@ class KeyedHostCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, transfers: Sequence[Transfer]) -> "dict[int, EndOf]":
-        """Begin what was planned. The end of each of these transfers, by its id."""
+    def _begin(self, handle: CopyHandle, transfers: Sequence[Transfer], *, ok: bool = True) -> None:
+        """Begin what was planned."""
         if transfers:
             self._worker.run(self.cache.step())
-        return {each.id: self._worker.end_of(each.id) for each in transfers}
+        ids = handle.begun({each.id: self._worker.end_of(each.id) for each in transfers}, ok=ok)
+        self._handles.update(dict.fromkeys(ids, handle))
+
+    def _step_tier(self) -> None:
+        if self._tier is not None:
+            self._tier.run()
 
     def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
         self._check_keys(keys)
@@ -230,7 +272,10 @@ class KeyedHostCache:
         return places
 
     def _check_keys(self, keys: Sequence[bytes]) -> None:
-        check_keys(keys, num_tokens=ANY_LENGTH, chunk_tokens=1, persist=False, every=False)
+        check_keys(keys, num_tokens=ANY_LENGTH, chunk_tokens=1, persist=self._tier is not None, every=False)
+        if not set(map(type, keys)) <= {bytes} or len(lengths := self._key_bytes.union(map(len, keys))) > 1:
+            raise MisuseError("keys are digests of one length, that of all keys of this cache (rule 14)")
+        self._key_bytes = lengths
         if len(set(keys)) < len(keys):
             raise MisuseError("a key comes twice: a key is that of all tokens up to the end of its chunk (rule 14)")
 

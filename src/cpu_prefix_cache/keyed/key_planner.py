@@ -56,12 +56,10 @@ class KeyPlanner(HybridChunkPlanner):
         """The name of the side of a group: of the first of these the key itself."""
         return key + SIDE * self.side_groups.index(at)
 
-    def side_key(self, key: bytes, at: int) -> bytes:
-        """Its key in a pool."""
-        return checkpoint_key(self.side_name(key, at))
-
     def side_keys(self, keys: Sequence[bytes], at: int) -> list[bytes]:
-        return [self.side_key(key, at) for key in keys]
+        """The keys of the sides of a group in a pool."""
+        beyond = checkpoint_key(self.side_name(b"", at))
+        return [key + beyond for key in keys]
 
     def of_side(self, at: int) -> "KeyPlanner":
         """The same planner where one group alone has sides."""

@@ -15,12 +15,14 @@ the forest, which decides what is evicted and what a pin holds.
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice
 
 from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.keyed.given import Given, GivenBlocks
 from cpu_prefix_cache.keyed.key_planner import KeyPlanner
-from cpu_prefix_cache.keyed.stretches import Nodes, ends, whole
+from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
+from cpu_prefix_cache.keyed.stretches import Nodes, ends, presence, whole
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import CheckpointAt
@@ -32,7 +34,7 @@ from cpu_prefix_cache.offload.edge import Edge, Ended
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, TransferLedger
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 class KeyedCache:
     """`host_blocks` blocks of `planner.host_block_bytes` bytes on each rank, of which `ready_blocks` may be used at
-    once. An engine has `device_blocks` blocks in all.
+    once. `thresholds` are those of a BlockPool.
 
     Raises ConfigurationError for an unknown policy.
     """
@@ -50,14 +52,14 @@ class KeyedCache:
         planner: KeyPlanner,
         *,
         host_blocks: int,
-        device_blocks: int,
         ready_blocks: int | None = None,
         policy: str = "lru",
+        thresholds: Thresholds | None = NO_THRESHOLDS,
     ) -> None:
         self.planner = planner
-        self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks, thresholds=NO_THRESHOLDS)
+        self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks, thresholds=thresholds)
         self._pools = [self.pool]
-        self._given = GivenBlocks(planner, device_blocks)
+        self._given = GivenBlocks(planner)
         self._coordinator, ledger = KVCacheCoordinator(planner, self.pool), TransferLedger(ranks=1)
         self._stores = StorePlanner(self._coordinator, self._given, ledger)
         self._side_stores = {
@@ -103,8 +105,8 @@ class KeyedCache:
     def _missing_sides(self, at: int, keys: Sequence[bytes]) -> Iterator[Chain]:
         """The sides of a group that the host lacks, and could hang below their chunks."""
         is_covered = self._stores.is_covered
-        for key in keys:
-            if is_covered(key) and not is_covered(self.planner.side_key(key, at)):
+        for key, side in zip(keys, self.planner.side_keys(keys, at), strict=True):
+            if is_covered(key) and not is_covered(side):
                 yield Chain(key, (), CheckpointAt(1, (self.planner.side_name(key, at),)))
 
     # Lookups
@@ -113,10 +115,10 @@ class KeyedCache:
         """Look up these keys; `before` more come before the first. What is found is kept until `release`."""
         planner = self.planner
         chunks = self._find(keys)
-        here = _presence(chunks)
+        here = presence(chunks)
         end = here.index(False) if planner.chunk_groups and False in here else len(keys)
         sides = {at: self._find(planner.side_keys(keys[:end], at)) for at in planner.side_groups}
-        by_side = {at: self._lengths(at, _presence(found), before) for at, found in sides.items()}
+        by_side = {at: self._lengths(at, presence(found), before) for at, found in sides.items()}
         lengths: Sequence[int] = range(1, end + 1)
         for each in map(set, by_side.values()):
             lengths = [length for length in lengths if length in each]
@@ -160,8 +162,10 @@ class KeyedCache:
         key are the engine's.
         """
         gaps = [*accumulate((-1 if is_here else chunk for chunk, is_here in enumerate(here, before)), max)]
-        lengths = []
+        lengths, needs_last = [], self.planner.groups[at].needs_last
         for length in range(1, len(here) + 1):
+            if needs_last and not here[length - 1]:
+                continue
             needed = self.planner.needed(at, before + length)
             if isinstance(needed, range):
                 needed = range(max(before, needed.start), needed.stop)
@@ -174,24 +178,52 @@ class KeyedCache:
 
     # Loads
 
-    def load(self, keys: Sequence[bytes], blocks: Given, now: float) -> list[LoadTransfer] | None:
-        """Plan loads into these blocks. None: some of it is not here any more."""
-        first = len(keys) - blocks.chunks if self.planner.chunk_groups else len(keys)
-        wanted = [(at, keys[len(keys) - len(each) :]) for at, each in blocks.sides.items() if each]
+    def load(self, keys: Sequence[bytes], blocks: Given, now: float) -> KeyedLoad:
+        """Plan a load into these blocks. It is gone if some of it is not here any more."""
+        load = KeyedLoad(keys, blocks)
+        load.is_gone = not self._begin(load, now)
+        load.waits = False
+        return load
+
+    def take_ready(self) -> list[KeyedLoad]:
+        """The loads that have waited until now, and are begun or gone."""
+        return []
+
+    def _begin(self, load: KeyedLoad, now: float) -> bool:
+        """Plan the transfers of a load, if the host has all of it."""
+        keys, first = load.keys, self._first(load.keys, load.blocks)
+        wanted = self._wanted_sides(keys, load.blocks)
         chunks = whole(self.pool.find_all(keys[first:]))
         sides = whole([side for at, last in wanted for side in self.pool.find_all(self.planner.side_keys(last, at))])
         if self.is_off or chunks is None or sides is None:
-            return None
+            return False
         self._use(chunks, sides, now)
-        rest = iter(sides)
-        copies = [self._side_copy(at, [*islice(rest, len(last))], blocks) for at, last in wanted]
-        loads, begin = list[LoadTransfer](), 0
+        rest, begin = iter(sides), 0
+        copies = [self._side_copy(at, [*islice(rest, len(last))], load.blocks) for at, last in wanted]
         for end, deepest in ends(self.pool, chunks):
-            copies += self._chunk_copies(chunks[begin:end], begin, blocks)
+            copies += self._chunk_copies(chunks[begin:end], begin, load.blocks)
             above = keys[first + begin - 1] if first + begin else None
-            loads.append(self._load(Chain(above, keys[first + begin : first + end]), [deepest, *sides], copies, now))
+            chain = Chain(above, keys[first + begin : first + end])
+            load.transfers.append(self._load(chain, [deepest, *sides], copies, now))
             copies, sides, begin = [], [], end
-        return [*loads, self._load(Chain(None, ()), sides, copies, now)] if sides else loads
+        if sides:
+            load.transfers.append(self._load(Chain(None, ()), sides, copies, now))
+        load.waits = False
+        return True
+
+    def _first(self, keys: Sequence[bytes], blocks: Given) -> int:
+        """Which of the keys is the first whose chunk is loaded."""
+        return len(keys) - blocks.chunks if self.planner.chunk_groups else len(keys)
+
+    def _wanted_sides(self, keys: Sequence[bytes], blocks: Given) -> list[tuple[int, Sequence[bytes]]]:
+        """The groups whose sides are loaded, each with the keys."""
+        return [(at, keys[len(keys) - len(each) :]) for at, each in blocks.sides.items() if each]
+
+    def _names(self, load: KeyedLoad) -> list[bytes]:
+        """The keys of all nodes that a load reads."""
+        sides = self._wanted_sides(load.keys, load.blocks)
+        names = [*load.keys[self._first(load.keys, load.blocks) :]]
+        return names + [name for at, last in sides for name in self.planner.side_keys(last, at)]
 
     def _load(self, chain: Chain, nodes: Sequence[int], copies: Sequence[GroupCopy], now: float) -> LoadTransfer:
         device_blocks = [block for copy in copies for block in copy.device_blocks]
@@ -239,13 +271,13 @@ class KeyedCache:
         self.edge.reset()
 
     def statistics(self) -> CacheStatistics:
-        return self.edge.statistics()
+        counts, sides = self.edge.statistics(), self._side_stores.values()
+        return replace(
+            counts,
+            store_refusals=counts.store_refusals + sum(each.refusals for each in sides),
+            store_declined=counts.store_declined + sum(each.declined for each in sides),
+        )
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
         self.edge.check_valid()
-
-
-def _presence(found: Sequence[Nodes]) -> list[bool]:
-    """Whether any of the pools has a node of each key."""
-    return [any(node is not None for node in each) for each in zip(*found, strict=True)]

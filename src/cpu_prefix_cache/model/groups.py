@@ -42,6 +42,7 @@ class Group(ABC):
     kind: ClassVar[str]  # as namespaces and tables spell it
     is_prefix: ClassVar[bool] = False  # every block before a boundary is needed: chunks have them, not checkpoints
     is_state: ClassVar[bool] = False  # a block is one value, at its end: as large for any number of tokens, never split
+    needs_last: ClassVar[bool] = False  # the last block is needed at every boundary but 0, which saves looking further
 
     name: str
     block_tokens: int
@@ -121,6 +122,7 @@ class WindowGroup(Group):
     """
 
     kind: ClassVar[str] = "window"
+    needs_last: ClassVar[bool] = True
     window_tokens: int
     extra_tokens: int = 0
 
@@ -156,6 +158,7 @@ class StateGroup(Group):
 
     kind: ClassVar[str] = "state"
     is_state: ClassVar[bool] = True
+    needs_last: ClassVar[bool] = True
 
     def needed(self, boundary: int) -> range:
         end = boundary // self.block_tokens

@@ -373,6 +373,16 @@ def test_keys_are_digests(wrong, words):
         engine.host.lookup(wrong)
 
 
+@pytest.mark.parametrize("odd", [PROMPT[2] + bytes(1), "text"])
+def test_keys_of_one_cache_have_one_length(odd):
+    engine = KeyedEngine(["attention"])
+    engine.host.lookup(PROMPT)
+    with pytest.raises(MisuseError, match="digests of one length"):
+        engine.host.put([PROMPT[0], odd, PROMPT[1]], [[0, 1, 2]])
+    with pytest.raises(MisuseError, match="digests of one length"):
+        engine.host.lookup([keys("other")[0] * 2])
+
+
 def test_a_closed_cache_is_not_used():
     with KeyedEngine(["attention"]).host as host:
         pass
