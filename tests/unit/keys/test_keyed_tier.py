@@ -180,6 +180,7 @@ def test_any_part_of_any_prompt_comes_back_right(tmp_path, seed):
         if action == "put":
             engine.compute(prompt, blocks)
             engine.host.put(prompt, blocks).wait()
+            settle(engine)
         elif action == "load":
             right += engine.loaded(prompt, blocks)
         elif action == "lookup":
