@@ -14,14 +14,15 @@ wait for longer than the timeouts of `stores/keyed_values.py` fails after that t
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
-from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
-from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierReport, Told
+from cpu_prefix_cache.messages.request import Answer, Pending, Request
+from cpu_prefix_cache.messages.tier import Ask, TierReport, Told
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import PooledDevice
+from cpu_prefix_cache.pool.placement import Placement
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.stores.asker import CALL_SECONDS, FIRST_PORTION
 from cpu_prefix_cache.stores.keyed_values import CALL_VALUES, GET_SECONDS, PUT_SECONDS
@@ -29,10 +30,11 @@ from cpu_prefix_cache.stores.settings import ASK_SECONDS, REMEMBERED
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 from cpu_prefix_cache.tools.replay.below import ThreeTierEngine
 from cpu_prefix_cache.tools.replay.prefill_work import Work
+from cpu_prefix_cache.tools.replay.replayed_model import of_plain_blocks
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
-from cpu_prefix_cache.tools.replay.two_tiers import RANK, ReplayedRequest
+from cpu_prefix_cache.tools.replay.two_tiers import RANK
 
 STEP_BLOCKS = 16  # of one step: 8,192 tokens
 NAME_TOKENS = 16  # of a block of vLLM: a chunk of a trace is many names in a store
@@ -144,7 +146,6 @@ class FleetEngine(ThreeTierEngine):
     """Serves the requests of its `queue`, one after the other. `work` is what computing all of them would take."""
 
     def __init__(self, trace: Trace, sizes: Sizes, rates: Rates, store: SharedStore) -> None:
-        self.block_bytes = rates.block_bytes
         self.store = store
         self.rates = rates
         self.queue = deque[TraceRequest]()
@@ -160,10 +161,11 @@ class FleetEngine(ThreeTierEngine):
         self._meter = RateMeter(lambda: self._metered)
         remembered = BelowTier(REMEMBERED * sizes.host, sizes.offload)
         device = DeviceTier(sizes.device, "eager", horizon=2 * STEP_BLOCKS)
-        super().__init__(trace, HostTier(sizes.host), device, remembered, rates)
+        planner = of_plain_blocks(trace, rates.block_bytes)
+        super().__init__(trace, HostTier(sizes.host), device, remembered, rates, planner)
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> TieredCache:
-        below = TierOptions(self._slots, self._mode, ask_seconds=ASK_SECONDS)
+        below = replace(self.tier_options(options["host_blocks"]), ask_seconds=ASK_SECONDS)
         self.tiered = TieredCache(planner, device, below=below, **options)
         return self.tiered
 
@@ -204,30 +206,31 @@ class FleetEngine(ThreeTierEngine):
         seen, below = self.seen, self.tiered.tier_statistics().hit_tokens
         self._prompt = None
         self._served += 1
-        running = ReplayedRequest(self, prompt, on_device, self.now)
-        if isinstance(answer, Hit):
-            running.load(answer.boundary, self.now)
-            self.loaded.add(on_device * self.block_tokens, min(running.blocks * self.block_tokens, request.tokens))
-        else:
-            self.tiered.admit(prompt, on_device * self.block_tokens, now=self.now)
-        loaded = running.blocks - on_device
-        in_store = (self.tiered.tier_statistics().hit_tokens - below) // self.block_tokens
-        seen.count(len(request.keys), on_device, loaded - in_store, in_store)
-        seen.waited += waited
-        seen.busy += waited
-        yield from self._spent(loaded * self.block_bytes / self.rates.host_bytes)
-        while running.blocks < len(prompt.keys):
-            stop = min(len(prompt.keys), running.blocks + STEP_BLOCKS)
-            yield from self._spent(self._seconds(running.blocks, stop * self.block_tokens))
-            running.compute(stop)
-        yield from self._spent(self._seconds(running.blocks, request.tokens))
-        running.finish()
+        with Placement(self.gpu, self._coordinator, prompt.keys, prompt.num_tokens, self.now) as place:
+            self._load(prompt, place, answer, self.now)
+            start = on_device * self.block_tokens
+            self.loaded.add(start, max(start, min(place.length, request.tokens)))
+            loaded = place.length // self.block_tokens - on_device
+            in_store = (self.tiered.tier_statistics().hit_tokens - below) // self.block_tokens
+            seen.count(len(request.keys), on_device, loaded - in_store, in_store)
+            seen.waited += waited
+            seen.busy += waited
+            yield from self._spent(loaded * self.rates.block_bytes / self.rates.host_bytes)
+            have, whole = place.length, len(prompt.keys) * self.block_tokens
+            while have < whole:
+                stop = min(whole, have + STEP_BLOCKS * self.block_tokens)
+                yield from self._spent(self._seconds(have, stop))
+                self._compute(prompt, place, stop)
+                have = stop
+            yield from self._spent(self._seconds(have, request.tokens))
+            self.tiered.finished(prompt.id, whole)
+        self.step()
         self.work.add(0, request.tokens)
 
-    def _seconds(self, blocks: int, stop: int) -> float:
-        """To compute the tokens after the first `blocks` blocks, up to token `stop`."""
+    def _seconds(self, start: int, stop: int) -> float:
+        """To compute the tokens [start, stop) of a prompt."""
         work = Work()
-        work.add(min(blocks * self.block_tokens, stop), stop)
+        work.add(min(start, stop), stop)
         return self.rates.seconds(work)
 
     def _spent(self, seconds: float) -> Iterator[float]:
@@ -269,9 +272,9 @@ class FleetEngine(ThreeTierEngine):
             self._calls.append(_Call(plan, self.now if plan.failed else self.now + seconds))
             return
         refused = tuple(slot for slot, key in _values(plan) if not self.store.has(key)) if is_read else ()
-        size = (len(list(_values(plan))) - len(refused)) * self.block_bytes
+        size = (len(list(_values(plan))) - len(refused)) * self.rates.block_bytes
         end = max(there.end_of(size, self.now), here.end_of(size, self.now))
-        self.store.calls += -(-size // self.block_bytes * self.store.block_names // CALL_VALUES)
+        self.store.calls += -(-size // self.rates.block_bytes * self.store.block_names // CALL_VALUES)
         self._calls.append(_Call(plan, end, size, True, refused))
 
     def _report_ended(self) -> int:

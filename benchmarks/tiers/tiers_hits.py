@@ -28,6 +28,7 @@ from cpu_prefix_cache.slab.slab import Slab
 from cpu_prefix_cache.tools.replay.below import ThreeTierEngine, replay_host_and_tier
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.outcome import Tally
+from cpu_prefix_cache.tools.replay.replayed_model import of_plain_blocks
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, read_traces
 
@@ -130,14 +131,13 @@ class DevicePool(BlockPool):
 class RealEngine(ThreeTierEngine):
     """A ReplayEngine with memory and a file."""
 
-    block_bytes = BLOCK_BYTES
-
     def __init__(self, trace: Trace, path: Path, bad_share: float) -> None:
         self.wrong = self.compared = self.damaged = self.pauses = 0
         self._bad_share, self._chance = bad_share, random.Random(SEED)
         self._loaded: set[int] = set()  # device blocks that no key was compared with yet
         self._path = path
-        super().__init__(trace, HostTier(HOST), DeviceTier(DEVICE, horizon=HORIZON), BelowTier(FILE, "lazy"))
+        device, planner = DeviceTier(DEVICE, horizon=HORIZON), of_plain_blocks(trace, BLOCK_BYTES)
+        super().__init__(trace, HostTier(HOST), device, BelowTier(FILE, "lazy"), planner=planner)
 
     def new_pool(self, capacity: int, policy: str) -> BlockPool:
         self._device = torch.zeros(capacity + 1, BLOCK_BYTES, dtype=torch.uint8)

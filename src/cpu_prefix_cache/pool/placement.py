@@ -17,16 +17,25 @@ from cpu_prefix_cache.pool.taken import TakenCheckpoints
 
 
 class Placement:
-    """The longest beginning of a prompt of `num_tokens` tokens that the device pool has: `length` tokens."""
+    """The longest beginning of a prompt of `num_tokens` tokens that the device pool has: `length` tokens.
+
+    `now` and `next_use` are for a pool whose policy learns from them, as in `BlockPool.touch`.
+    """
 
     def __init__(
-        self, pool: BlockPool, coordinator: KVCacheCoordinator, keys: Sequence[bytes], num_tokens: int
+        self,
+        pool: BlockPool,
+        coordinator: KVCacheCoordinator,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        now: float | None = None,
+        next_use: float | None = None,
     ) -> None:
         self._pool, self._coordinator, self._keys = pool, coordinator, keys
         self._grid = coordinator.planner.grid_tokens
         self.length = coordinator.longest_boundary(keys, 0, num_tokens)
         self._committed = self.length // self._grid
-        self._touch = pool.touch(self.resume_node() if self.length else None)
+        self._touch = pool.touch(self.resume_node() if self.length else None, keys, now, num_tokens, next_use)
         self._pin: Pin | None = None
         self._chunks = pool.path(self._deepest(self._committed), self._committed) if self._committed else []
         self._filling: int | None = None  # the checkpoint that a load fills
@@ -63,7 +72,7 @@ class Placement:
         """Allocate what a load of [n0, boundary) fills, in the order of the groups; None if there is no room."""
         start, stop = n0 // self._grid, boundary // self._grid
         try:
-            self._chunks += self._pool.allocate(stop - start)
+            self._chunks += self._pool.allocate(stop - start, self._keys[start:stop])
         except PoolExhausted:
             return None
         if checkpoints.are_needed(boundary):
@@ -89,8 +98,8 @@ class Placement:
         """Find or allocate the chunks of the first `tokens` tokens. Raises PoolExhausted."""
         stop = tokens // self._grid
         self._share(stop)
-        if stop > len(self._chunks):
-            self._chunks += self._pool.allocate(stop - len(self._chunks))
+        if (have := len(self._chunks)) < stop:
+            self._chunks += self._pool.allocate(stop - have, self._keys[have:stop])
 
     def allocated(self) -> tuple[Sequence[int], int]:
         """The device blocks of full attention that are to be written, and the first token of them."""

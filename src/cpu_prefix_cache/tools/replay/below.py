@@ -20,7 +20,7 @@ from cpu_prefix_cache.tools.replay.outcome import Tally
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace
-from cpu_prefix_cache.tools.replay.two_tiers import RANK, ReplayEngine
+from cpu_prefix_cache.tools.replay.two_tiers import RANK, ReplayEngine, blocks_loaded
 
 AHEAD = 400  # blocks of the host that are demoted before they leave, at most a quarter of it
 TIMED_TOKENS, TIMES = 1 << 20, 2  # tokens of the steps that measure how fast prompts are computed: a rate takes two
@@ -48,30 +48,31 @@ def replay_host_and_tier(
 
 
 def replay_three_tiers(
-    trace: Trace, host: HostTier, device: DeviceTier, below: BelowTier, meter: Meter, rates: Rates | None = None
+    trace: Trace,
+    host: HostTier,
+    device: DeviceTier,
+    below: BelowTier,
+    meter: Meter,
+    rates: Rates | None = None,
+    planner: HybridChunkPlanner | None = None,
 ) -> Tally:
-    """Replay the requests one after the other."""
-    engine = ThreeTierEngine(trace, host, device, below, rates)
+    """Replay the requests one after the other. `planner`: of a model with checkpoints (replayed_model.py)."""
+    engine = ThreeTierEngine(trace, host, device, below, rates, planner)
     tally = Tally()
     for requests in meter.slices(trace.requests):
         for request in requests:
             tally.count(request, engine.serve(request), trace.block_tokens)
     now, tier = engine.cache.statistics(), engine.tiered.tier_statistics()
     tally.stored_blocks = now.chunks_stored
-    tally.loaded_blocks, tally.loaded = now.chunks_loaded, engine.loaded
+    tally.loaded_blocks, tally.loaded = engine.loaded_blocks, engine.loaded
     tally.evictions = now.pool.evictions
     tally.lost_before_store = now.lost_before_store
     tally.below_hit_blocks = tier.hit_tokens // trace.block_tokens
-    tally.below_loaded_blocks = tier.cache.chunks_loaded
+    tally.below_loaded_blocks = engine.read_blocks
     tally.below_stored_blocks = tier.cache.chunks_stored
     tally.unsaved = tier.unsaved
     tally.declined = tier.declined
     return tally
-
-
-def usable(trace: Trace, host: HostTier, below: BelowTier) -> int:
-    """As many slots of the tier as this trace can fill, and at least as many as a tier must have."""
-    return max(trace.usable(below.capacity), min(below.capacity, SLOTS_BY_HOST * trace.usable(host.capacity)))
 
 
 class HostEngine(ReplayEngine):
@@ -104,10 +105,16 @@ class ThreeTierEngine(ReplayEngine):
     tiered: TieredCache
 
     def __init__(
-        self, trace: Trace, host: HostTier, device: DeviceTier, below: BelowTier, rates: Rates | None = None
+        self,
+        trace: Trace,
+        host: HostTier,
+        device: DeviceTier,
+        below: BelowTier,
+        rates: Rates | None = None,
+        planner: HybridChunkPlanner | None = None,
     ) -> None:
-        self._slots, self._mode = usable(trace, host, below), below.mode(host)
-        super().__init__(trace, host, device)
+        self._capacity, self._mode, self.read_blocks = below.capacity, below.mode(host), 0
+        super().__init__(trace, host, device, planner)
         self._blocks_per_second = None  # a block has one byte here
         if rates is not None:
             self._blocks_per_second = rates.below_blocks
@@ -116,8 +123,13 @@ class ThreeTierEngine(ReplayEngine):
         self.step()
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> TieredCache:
-        self.tiered = TieredCache(planner, device, below=TierOptions(self._slots, self._mode), **options)
+        self.tiered = TieredCache(planner, device, below=self.tier_options(options["host_blocks"]), **options)
         return self.tiered
+
+    def tier_options(self, host_blocks: int) -> TierOptions:
+        """As many slots as this trace can fill, and at least as many as a tier must have."""
+        slots = max(self.most_blocks, SLOTS_BY_HOST * host_blocks)
+        return TierOptions(min(slots, self._capacity), self._mode)
 
     def lookup(self, prompt: Request, n0: int, now: float) -> Answer:
         """Looks up again after each step, and at the deadline when a step has moved nothing."""
@@ -134,6 +146,8 @@ class ThreeTierEngine(ReplayEngine):
     def _move(self) -> bool:
         """One engine step, whose copies are done at once. Whether there were any."""
         plan, below = self.tiered.step(), self.tiered.plan_below()
+        self.loaded_blocks += blocks_loaded(plan.transfers)
+        self.read_blocks += blocks_loaded(below.step.transfers)
         self.tiered.report(RankReport(RANK, frozenset(transfer.id for transfer in plan.transfers)))
         self.tiered.report_below(self.reported(below.step.transfers))
         return bool(plan.transfers or below.step.transfers)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.tools.replay.at_eviction import replay_at_eviction
 from cpu_prefix_cache.tools.replay.below import replay_host_and_tier, replay_three_tiers
 from cpu_prefix_cache.tools.replay.clairvoyant import Future, replay_min
@@ -20,12 +21,16 @@ CLAIRVOYANT = "min"
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Tiers around each host that is replayed, and how long computing takes."""
+    """Tiers around each host that is replayed, and how long computing takes.
+
+    `planner` is that of the model, for replays with a device (replayed_model.py); None: blocks of the trace are enough.
+    """
 
     device: DeviceTier | None
     below: BelowTier | None
     flops: Flops | None
     rates: Rates | None
+    planner: HybridChunkPlanner | None = None
 
     @property
     def even_depth(self) -> float:
@@ -38,13 +43,7 @@ class Tiers:
 
 def replayed(trace: Trace, host: HostTier, tiers: Tiers) -> Outcome:
     meter = Meter(f"{host.policy}, {host.capacity:,} blocks", trace.blocks)
-    device, below = tiers.device, tiers.below
-    if below is None:
-        tally = replay_one_tier(trace, host, meter) if device is None else replay_two_tiers(trace, host, device, meter)
-    elif device is None:
-        tally = replay_host_and_tier(trace, host, below, meter, tiers.rates)
-    else:
-        tally = replay_three_tiers(trace, host, device, below, meter, tiers.rates)
+    tally = _tally(trace, host, tiers, meter)
     outcome = _outcome(trace, host, tiers, tally, meter)
     if tiers.rates is None:
         return outcome
@@ -55,6 +54,17 @@ def replayed(trace: Trace, host: HostTier, tiers: Tiers) -> Outcome:
         share_saved=seconds / tiers.rates.seconds(trace.work),
         money_saved=tiers.rates.money(seconds),
     )
+
+
+def _tally(trace: Trace, host: HostTier, tiers: Tiers, meter: Meter) -> Tally:
+    device, below = tiers.device, tiers.below
+    if device is not None and below is not None:
+        return replay_three_tiers(trace, host, device, below, meter, tiers.rates, tiers.planner)
+    if device is not None:
+        return replay_two_tiers(trace, host, device, meter, tiers.planner)
+    if below is not None:
+        return replay_host_and_tier(trace, host, below, meter, tiers.rates)
+    return replay_one_tier(trace, host, meter)
 
 
 def clairvoyant(future: Future, host: HostTier, tiers: Tiers) -> Outcome:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.tiers.tier_cache import EAGER_FROM
 
 
@@ -16,6 +17,14 @@ class HostTier:
     policy: str = "lru"
     store_after: int = 1
     min_store_tokens: int = 0
+
+    def options(self, offload: str) -> CacheOptions:
+        return CacheOptions(
+            offload=offload,
+            policy=self.policy,
+            store_after=self.store_after,
+            min_store_tokens=self.min_store_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Requests come one after the other. The calls for each are those of an engine:
 
-    search the device, and pin the hit
+    place                         search the device, and pin the hit
     lookup, admit                 the hit on the host beyond that
     load, step, report            in one transfer
     computed, step, report        the rest of the prompt, in steps as large as lazy stores can cover
@@ -11,32 +11,40 @@ Requests come one after the other. The calls for each are those of an engine:
 Every copy is reported as done before the next call. A prompt longer than the device is cut, and the rest of it counts
 as missed. The device evicts by LRU, as engines do; the policy applies to the host. A hit may cover all of a prompt,
 since prompts are given one more token, and lengths are whole blocks.
+
+Of a model with windows, states or local chunks the device also keeps checkpoints: at the end of each prompt, and where
+a second continuation of a prefix appears (rule 9). A trace has no tokens of answers, so there are none at their ends.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from cpu_prefix_cache.eviction import policy_of
-from cpu_prefix_cache.messages.options import CacheOptions
-from cpu_prefix_cache.messages.plan import RankReport
+from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Request
-from cpu_prefix_cache.model.groups import PrefixGroup
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
-from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
+from cpu_prefix_cache.pool.placement import Placement
+from cpu_prefix_cache.pool.taken import TakenCheckpoints
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.outcome import Tally
 from cpu_prefix_cache.tools.replay.prefill_work import Work
+from cpu_prefix_cache.tools.replay.replayed_model import chunks_beside, most_blocks, of_plain_blocks, widest_checkpoint
 from cpu_prefix_cache.tools.replay.tiers import DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
 RANK = 0
 
 
-def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Meter) -> Tally:
-    """Replay the requests one after the other."""
-    engine = ReplayEngine(trace, host, device)
+def replay_two_tiers(
+    trace: Trace, host: HostTier, device: DeviceTier, meter: Meter, planner: HybridChunkPlanner | None = None
+) -> Tally:
+    """Replay the requests one after the other. `planner`: of a model with checkpoints (replayed_model.py)."""
+    engine = ReplayEngine(trace, host, device, planner)
     tally = Tally()
     for requests in meter.slices(trace.requests):
         for request in requests:
@@ -44,48 +52,58 @@ def replay_two_tiers(trace: Trace, host: HostTier, device: DeviceTier, meter: Me
             tally.count(request, hit, trace.block_tokens)
     now = engine.cache.statistics()
     tally.stored_blocks = now.chunks_stored
-    tally.loaded_blocks, tally.loaded = now.chunks_loaded, engine.loaded
+    tally.loaded_blocks, tally.loaded = engine.loaded_blocks, engine.loaded
     tally.evictions = now.pool.evictions
     tally.lost_before_store = now.lost_before_store
     return tally
 
 
+def replay_device(trace: Trace, device: DeviceTier, meter: Meter, planner: HybridChunkPlanner | None = None) -> Tally:
+    """Replay the requests on the device alone."""
+    least = of_plain_blocks(trace) if planner is None else planner
+    engine = ReplayEngine(trace, HostTier(least.fewest_blocks), device, planner)
+    engine.cache.turn_off()
+    tally = Tally()
+    for requests in meter.slices(trace.requests):
+        for request in requests:
+            tally.count(request, engine.serve(request), trace.block_tokens)
+    return tally
+
+
 class ReplayEngine:
-    """An engine that serves one request at a time. Its steps take no time. `loaded` is what the host saved it."""
+    """An engine that serves one request at a time. Its steps take no time.
 
-    block_bytes = 1  # nothing is copied
+    `loaded` is what the host saved it, and `loaded_blocks` are the host blocks that came for that.
+    """
 
-    def __init__(self, trace: Trace, host: HostTier, device: DeviceTier) -> None:
-        horizon = device.looks_ahead
+    def __init__(
+        self, trace: Trace, host: HostTier, device: DeviceTier, planner: HybridChunkPlanner | None = None
+    ) -> None:
+        self.planner = of_plain_blocks(trace) if planner is None else planner
         self.block_tokens = trace.block_tokens
-        self._step_blocks = max(1, horizon // 2)  # blocks that lazy stores have covered before each step
+        self.most_blocks = most_blocks(trace, self.planner)
+        self.loaded, self.loaded_blocks = Work(), 0
         self._served = 0
-        self.loaded = Work()
-        longest = max(len(request.keys) for request in trace.requests)
-        block = PrefixGroup(name="blocks", block_tokens=trace.block_tokens, block_bytes=self.block_bytes)
+        chunk, checkpoint = max(1, self.planner.host_blocks_per_chunk), widest_checkpoint(trace, self.planner)
+        horizon = replace(device, capacity=device.capacity // chunk).looks_ahead
+        self._step_tokens = max(1, horizon // 2) * trace.block_tokens  # that lazy stores have covered before each step
+        ahead = min(device.capacity, horizon * chunk + 2 * checkpoint)
         # if all of the trace fits, the blocks that lazy looks ahead at must be free, as on a larger device
-        self.gpu = self.new_pool(min(device.capacity, trace.usable(device.capacity) + horizon), device.policy)
-        planner = HybridChunkPlanner([block], max_model_len=(longest + 1) * trace.block_tokens)
+        self.gpu = self.new_pool(min(device.capacity, self.most_blocks + ahead), device.policy)
+        self._longest = chunks_beside(self.planner, self.gpu.capacity, 2 * checkpoint)
+        coordinator = KVCacheCoordinator(self.planner, self.gpu, on_device=True)
+        self._coordinator, self._checkpoints = coordinator, _Checkpoints(coordinator)
+        # so many tokens in a step that they limit no transfers in flight
+        steps = EngineSteps(max_tokens=self.gpu.capacity * trace.block_tokens, ahead_blocks=ahead)
         options: dict[str, Any] = dict(
-            host_blocks=trace.usable(host.capacity),
-            options=CacheOptions(
-                offload=device.offload,
-                policy=host.policy,
-                store_after=host.store_after,
-                min_store_tokens=host.min_store_tokens,
-            ),
-            engine=EngineTraits(
-                steps=EngineSteps(
-                    max_tokens=self.gpu.capacity * trace.block_tokens,  # so large that it limits no transfers in flight
-                    ahead_blocks=horizon,
-                ),
-                exchanges=True,
-            ),
+            host_blocks=min(host.capacity, self.most_blocks),
+            options=host.options(device.offload),
+            engine=EngineTraits(steps=steps, exchanges=True),
         )
-        self.cache = self.new_cache(planner, PooledDevice(self.gpu, hands_out_first=True), options)
+        self.cache = self.new_cache(self.planner, PooledDevice(self.gpu, hands_out_first=True), options)
 
     def new_pool(self, capacity: int, policy: str) -> BlockPool:
-        return BlockPool(capacity, policy_of(policy, self.block_tokens))
+        return new_pool(self.planner, capacity, policy, on_device=True)
 
     def new_cache(self, planner: HybridChunkPlanner, device: PooledDevice, options: dict[str, Any]) -> CPUPrefixCache:
         return CPUPrefixCache(planner, device, **options)
@@ -93,81 +111,71 @@ class ReplayEngine:
     def serve(self, request: TraceRequest) -> int:
         """Serve one request. Returns how many blocks were found, on the device and then on the host."""
         self._served += 1
-        keys = request.keys[: self.gpu.capacity]
-        prompt = Request(str(self._served), keys, len(keys) * self.block_tokens + 1, next_use=request.next_use)
-        on_device = self.gpu.resident_run(keys, 0, len(keys))
-        answer = self.lookup(prompt, on_device * self.block_tokens, request.now)
-        running = ReplayedRequest(self, prompt, on_device, request.now)
-        if isinstance(answer, Hit):
-            running.load(answer.boundary, request.now)
-            stop = running.blocks * self.block_tokens
-            self.loaded.add(on_device * self.block_tokens, min(stop, request.tokens))
-        else:
-            self.cache.admit(prompt, on_device * self.block_tokens, now=request.now)
-        hit = running.blocks
-        while running.blocks < len(keys):
-            running.compute(min(len(keys), running.blocks + self._step_blocks))
-        running.finish()
-        return hit
+        keys = request.keys[: self._longest]
+        whole = len(keys) * self.block_tokens
+        prompt = Request(str(self._served), keys, whole + 1, next_use=request.next_use)
+        with Placement(self.gpu, self._coordinator, keys, whole + 1, request.now, request.next_use) as place:
+            on_device = place.length
+            self._load(prompt, place, self.lookup(prompt, on_device, request.now), request.now)
+            hit = place.length
+            self.loaded.add(on_device, max(on_device, min(hit, request.tokens)))
+            kept = self._kept(prompt, hit)
+            for end in sorted({*range(hit, whole, self._step_tokens), whole, *kept} - {hit}):
+                self._compute(prompt, place, end, with_checkpoint=end in kept)
+            self.cache.finished(prompt.id, whole)
+        self.step()
+        return hit // self.block_tokens
 
     def lookup(self, prompt: Request, n0: int, now: float) -> Answer:
         return self.cache.lookup(prompt, n0, now)
+
+    def _load(self, prompt: Request, place: Placement, answer: Answer, now: float) -> None:
+        """Admit the prompt, and load what the host has beyond the device's."""
+        n0 = place.length
+        room = place.room(self._checkpoints, n0, answer.boundary) if isinstance(answer, Hit) else None
+        if not isinstance(answer, Hit) or room is None:
+            self.cache.admit(prompt, n0, now=now)
+            return
+        self.cache.admit(prompt, n0, answer.boundary, now)
+        self.cache.load(prompt.id, answer.boundary, room, now)
+        self.step()
+        place.loaded(answer.boundary, answer.boundary, self._checkpoints)
+        self.cache.computed(prompt.id, place.length)
+
+    def _compute(self, prompt: Request, place: Placement, end: int, *, with_checkpoint: bool = False) -> None:
+        """Compute the prompt up to this token, in one step."""
+        place.grow(end)
+        place.commit(end)
+        if with_checkpoint:
+            place.take_checkpoint(self._checkpoints, None, end)
+        self.cache.computed(prompt.id, end)
+        self.step()
+
+    def _kept(self, prompt: Request, hit: int) -> set[int]:
+        """Boundaries behind `hit` at which the device, or the host, wants a checkpoint."""
+        if not self.planner.has_checkpoints:
+            return set()
+        depths = self._coordinator.wanted_checkpoints(prompt.keys, hit, prompt.num_tokens)
+        wanted = {*self.cache.boundaries(prompt.id), *(depth * self.block_tokens for depth in depths)}
+        return {each for each in wanted if each > hit and self._checkpoints.are_needed(each)}
 
     def step(self) -> None:
         """One engine step whose copies are done at once, and further steps for stores that a load delayed."""
         transfers = self.cache.step().transfers
         while transfers:
+            self.loaded_blocks += blocks_loaded(transfers)
             self.cache.report(RankReport(RANK, frozenset(transfer.id for transfer in transfers)))
             transfers = self.cache.step().transfers if self.cache.has_transfers else ()
 
 
-class ReplayedRequest:
-    """A running request, whose first `blocks` blocks are cached and pinned on the device."""
+def blocks_loaded(transfers: Sequence[TransferPlan]) -> int:
+    """Host blocks that these loads read."""
+    loads = [transfer for transfer in transfers if transfer.direction is Direction.LOAD]
+    return sum(len(copy.host_blocks) for load in loads for copy in load.copies)
 
-    def __init__(self, engine: ReplayEngine, prompt: Request, on_device: int, now: float) -> None:
-        self.blocks = on_device
-        self._engine = engine
-        self._gpu = engine.gpu
-        self._cache = engine.cache
-        self._prompt = prompt
-        deepest = self._gpu.find(prompt.keys[on_device - 1]) if on_device else None
-        self._deepest = self._gpu.root if deepest is None else deepest
-        self._pin: Pin | None = None if deepest is None else self._gpu.pin(deepest)
-        self._touch = self._gpu.touch(deepest, prompt.keys, now, next_use=prompt.next_use)
 
-    def load(self, boundary: int, now: float) -> None:
-        """Load from the host up to token `boundary`."""
-        blocks = self._take(boundary // self._engine.block_tokens)
-        self._cache.admit(self._prompt, self._tokens, boundary, now)
-        self._cache.load(self._prompt.id, boundary, [blocks], now)
-        self._engine.step()
-        self._fill(blocks)
+class _Checkpoints(TakenCheckpoints):
+    """Checkpoints without bytes."""
 
-    def compute(self, stop: int) -> None:
-        """Compute the blocks before the one with this index, in one step."""
-        self._fill(self._take(stop))
-        self._engine.step()
-
-    def finish(self) -> None:
-        self._cache.finished(self._prompt.id, self._tokens)
-        if self._pin is not None:
-            self._gpu.unpin(self._pin)
-        self._engine.step()
-
-    @property
-    def _tokens(self) -> int:
-        return self.blocks * self._engine.block_tokens
-
-    def _take(self, stop: int) -> list[int]:
-        return self._gpu.allocate(stop - self.blocks, self._prompt.keys[self.blocks : stop])
-
-    def _fill(self, blocks: list[int]) -> None:
-        """Commit these blocks, which hold the KV of the next chunks now."""
-        keys = self._prompt.keys[self.blocks : self.blocks + len(blocks)]
-        self._gpu.commit(blocks, keys, self._deepest, self._touch)
-        before, self._pin = self._pin, self._gpu.pin(blocks[-1])
-        if before is not None:
-            self._gpu.unpin(before)
-        self._deepest = blocks[-1]
-        self.blocks += len(blocks)
-        self._cache.computed(self._prompt.id, self._tokens)
+    def write(self, state: Any, depth: int, node: int) -> None:
+        pass
