@@ -331,7 +331,10 @@ def test_a_guessed_unit_of_time_is_printed_with_the_option_to_change_it(trace, c
         (["--tflops", "7"], "--tflops needs what a token takes to compute: give --model or --active-parameters"),
         (["--tflops", "quick", "--active-parameters", "8B"], "--tflops must be a number above 0, got 'quick', or the"),
         (["--active-parameters", "many"], "--active-parameters is a number such as 22B"),
-        (["--model", "no/such/model"], "cannot read the model's configuration"),
+        (
+            ["--model", "no/such/model"],
+            "no model of that name is known: give the model's config.json, or one of llama-3.1",
+        ),
         (["--prefill-rate", "7", "--host-rate", "1"], "rates are in bytes"),
         (
             ["--capacity", "4", "--below", "50", *TOKEN, *RATES, "--below-rate", "fast"],

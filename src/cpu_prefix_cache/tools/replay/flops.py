@@ -122,6 +122,8 @@ def _seen_at_once(config: ModelConfig, layers: Layers) -> float:
 
 def _parameters(config: ModelConfig) -> int:
     """Parameters that a token meets in matrix products."""
+    if config.has("active_parameters"):
+        return config.number("active_parameters")
     if config.family not in TWO_MATRICES | THREE_MATRICES | EXPERTS:
         raise _unknown(config)
     try:

@@ -1,4 +1,4 @@
-"""Reads a model's config.json, as Hugging Face writes it.
+"""Reads a model's config.json, as Hugging Face writes it, or what is known by a name (named_models.py).
 
 If the language model is one part of several, its values are in a `text_config`, which override those around it. Values
 of a `linear_attn_config` have its name and a dot before theirs.
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.tools.replay.named_models import NAMED
 
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("float32", "float"), 4),
@@ -54,8 +55,13 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: Path) -> "ModelConfig":
-        """Read a config.json, or the one in a folder. Raises ConfigurationError if it is missing or malformed."""
+        """Read a config.json, or the one in a folder; or take the shape of a model that is known by its name.
+
+        Raises ConfigurationError if it is missing or malformed.
+        """
         file = path / "config.json" if path.is_dir() else path
+        if not file.exists():
+            return cls(_named(file))
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
@@ -129,6 +135,17 @@ class ModelConfig:
             f"cannot tell from its configuration what a model of type {self.family!r} keeps: {reason}; "
             "give --bytes-per-token instead"
         )
+
+
+def _named(path: Path) -> Mapping[str, Any]:
+    """Raises ConfigurationError for another name."""
+    values = NAMED.get(str(path).lower())
+    if values is None:
+        raise ConfigurationError(
+            f"there is no file {path}, and no model of that name is known: give the model's config.json, or one of "
+            f"{', '.join(NAMED)}"
+        )
+    return values
 
 
 def bytes_of(dtype: str) -> int:
