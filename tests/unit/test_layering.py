@@ -22,7 +22,7 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "deciding": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "tools.plots": {"messages"},
     "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},
-    "tools.plan": {"eviction", "messages", "model", "tools.replay"},
+    "tools.plan": {"eviction", "messages", "model", "tools.plots", "tools.replay"},
 }
 BOTH = {
     "copier",

@@ -11,14 +11,14 @@ from cpu_prefix_cache import __version__
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.tools.bench import bench_command
 from cpu_prefix_cache.tools.plan import plan_command
-from cpu_prefix_cache.tools.replay import convert_command, replay_command, size_command
+from cpu_prefix_cache.tools.replay import convert_command, replay_command
 
 NAME = "cpu-prefix-cache"
-COMMANDS = (plan_command, replay_command, size_command, bench_command, convert_command)
+COMMANDS = (plan_command, replay_command, bench_command, convert_command)
 EPILOG = """\
 examples:
   cpu-prefix-cache plan TRACE --model config.json --gpu h200           how much memory to buy: curve, knee, GPUs saved
-  cpu-prefix-cache size TRACE --model config.json                      how much memory for 90 % of the possible hits?
+  cpu-prefix-cache plan server.log --model qwen3-32b --gpu h200 --gpu-price 3 --html plan.html      and as a page
   cpu-prefix-cache replay TRACE --model config.json --capacity 64GiB   which policy, with that much?
   cpu-prefix-cache replay TRACE --model config.json --tflops 600 --gpu-price 3      what does it save?
   cpu-prefix-cache convert requests.jsonl --tokenizer FOLDER --out TRACE            a trace of your own server

@@ -1,4 +1,4 @@
-"""Shared by all plots: whether they can be drawn, a figure to draw on, and the file it is written to.
+"""Shared by all plots: the colours of policies, whether a plot can be drawn, a figure, and the file it is written to.
 
 Matplotlib is no dependency. It is imported when a plot is drawn.
 """
@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
+
+COLOURS = {"lru": "#0072b2", "arc": "#009e73", "adaptive": "#d55e00", "min": "#cc79a7"}
+OTHER = "#555555"  # a policy of another package
+
+
+def colour_of(policy: str) -> str:
+    """The same in every picture. `adaptive@N` is `adaptive` here."""
+    return COLOURS.get(policy.partition("@")[0], OTHER)
 
 
 def check_plot_can_be_drawn(path: str) -> None:

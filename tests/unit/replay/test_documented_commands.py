@@ -9,12 +9,12 @@ import pytest
 from cpu_prefix_cache.tools import cli
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "docs/policies.md", "docs/traces.md", "docs/tiers.md", "docs/sizing.md")
+PAGES = ("README.md", "docs/policies.md", "docs/traces.md", "docs/tiers.md", "docs/sizing.md", "docs/vllm.md")
 
 
 def commands(text):
     """In lines of their own or between backticks, up to the words that follow after several blanks."""
-    for found in re.findall(r"(?m)(?:^|`|\$ | {2})(cpu-prefix-cache (?:plan|replay|size|convert|bench) [^`\n]+)", text):
+    for found in re.findall(r"(?m)(?:^|`|\$ | {2})(cpu-prefix-cache (?:plan|replay|convert|bench) [^`\n]+)", text):
         yield re.split(r"\s{2,}", found)[0]
 
 
@@ -28,7 +28,7 @@ def test_its_options_exist(command):
 
 
 def test_there_are_some_of_each_kind():
-    assert {command.split()[1] for command in SHOWN} == {"plan", "replay", "size", "convert", "bench"}
+    assert {command.split()[1] for command in SHOWN} == {"plan", "replay", "convert", "bench"}
     assert len(SHOWN) > 12
 
 

@@ -14,7 +14,9 @@ from cpu_prefix_cache.tools.cli import main
 from tests.unit.replay.traces import mooncake_lines, write
 
 ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "sizing.md"
 SIZES = ["64GiB", "128GiB", "256GiB", "512GiB", "1TiB", "2TiB", "4TiB"]
+GIB_SIZES = [64, 128, 256, 512, 1024, 2048, 4096]
 BLOCK_GIB = 8
 MODEL = {  # a block of 512 tokens has 8 GiB, so that a few blocks are sizes that one can buy
     "model_type": "llama",
@@ -45,8 +47,7 @@ def on_load(tmp_path, capsys):
     trace = write(tmp_path / "trace.jsonl", mooncake_lines(prompts()))
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
 
-    def on_load(command, *options):
-        weight = [] if "--bytes-per-token" in options else ["--model", str(tmp_path / "config.json")]
+    def on_load(command, *options, weight=("--model", str(tmp_path / "config.json"))):
         code = main([command, trace, "--time-unit", "ms", *weight, *options])
         printed = capsys.readouterr()
         assert code == 0, printed.err
@@ -55,9 +56,14 @@ def on_load(tmp_path, capsys):
     return on_load
 
 
+def lines_of(printed, title):
+    """Head and rows below the line with this title."""
+    return printed[printed.index(title) :].split("\n\n")[0].splitlines()[1:]
+
+
 def rows_of(printed, title):
     """Rows below the line with this title, as dictionaries by the names of their columns."""
-    head, *rows = printed[printed.index(title) :].split("\n\n")[0].splitlines()[1:]
+    head, *rows = lines_of(printed, title)
     split = re.compile(r"\s{2,}")
     names = split.split(head)
     return [
@@ -119,9 +125,10 @@ def test_tokens_came_from_where_replay_has_them_from(on_load, replayed):
         )
 
 
-# One prompt again and again, a block of 16 GiB each second for ten seconds: nine of ten are hits.
-TEN = ["a"] * 10
+# Two prompts in turn, a block of 16 GiB each second for ten seconds: eight of ten are hits.
+TEN = ["a", "b"] * 5
 FREE = ["--bytes-per-token", str(2**34 // 512), "--prefill-rate", "512", "--policy", "lru"]
+ONE_BLOCK = ["--device-capacity", "16GiB"]
 
 
 @pytest.fixture
@@ -137,25 +144,28 @@ def plan_ten(tmp_path, run):
 
 
 def test_gpus_and_money_are_those_of_arithmetic(plan_ten):
-    rows, printed = plan_ten("--gpu-price", "2", "--gib-price", "36")
-    needed, hits = 10 / 9, 9 / 9  # seconds of prefill, and those spared, over nine seconds
-    assert (rows[0]["GPUs"], rows[1]["GPUs"], rows[1]["saved"]) == (f"{needed:.2f}", f"{needed - hits:.2f}", "1.00")
+    rows, printed = plan_ten(*ONE_BLOCK, "--gpu-price", "2.25", "--gib-price", "36")
+    needed, hits = 10 / 9, 8 / 9  # seconds of prefill, and those spared, over nine seconds
+    assert (rows[0]["GPUs"], rows[1]["GPUs"], rows[1]["saved"]) == (f"{needed:.2f}", f"{needed - hits:.2f}", "0.89")
     assert [float(row["money a month"].split()[0].replace(",", "")) for row in rows[1:]] == [
         2 * 730 - gib for gib in (64, 128, 256, 512, 1024, 2048, 4096)
     ]
-    assert "64 GiB of host memory save 90.0% of prefill, 1.00 of the 1.11 GPUs" in printed
-    assert "that leaves 1,396 a month" in printed and "<- the knee, most money" in printed
+    assert "64 GiB of host memory save 80.0% of prefill, 0.89 of the 1.11 GPUs" in printed
+    assert "that leaves 1,396 a month" in printed and "<- the knee, 90% of all, most money" in printed
     assert "Money is saved only where GPUs are given back." in printed
 
 
 def test_hits_of_the_device_alone_are_no_savings_of_the_host(plan_ten):
     rows, printed = plan_ten("--device-capacity", "64GiB")
-    assert {row["lru"] for row in rows[1:]} == {"0.0%"} and {row["GPUs"] for row in rows} == {"0.11"}
-    assert "No size of host memory saves prefill of this load." in printed
+    assert {row["lru"] for row in rows[1:]} == {"0.0%"} and {row["GPUs"] for row in rows} == {"0.22"}
+    assert "No size of host memory saves prefill of this load." in printed and "<-" not in printed
+    assert (
+        "The device alone has 80.0% of the tokens of prompts, and the most that any host memory adds is 0.0%" in printed
+    )
 
 
 def test_an_engine_of_several_gpus_keeps_all_of_them_busy(on_load):
-    [one, four] = [saved(on_load("plan", *RATES, "--tp", tp, "--policy", "lru"))[0]["GPUs"] for tp in ("1", "4")]
+    [one, four] = [saved(on_load("plan", *WITH_DEVICE, "--tp", tp, "--policy", "lru"))[0]["GPUs"] for tp in ("1", "4")]
     assert float(four) == pytest.approx(4 * float(one), abs=0.05)
 
 
@@ -185,7 +195,16 @@ def test_a_model_whose_kv_is_not_bf16_has_no_coded_curve_and_a_reason(on_load):
     [
         ((), "give --gpu \\(a100, "),
         (("--gpu", "h200", "--gib-price", "8"), "--gib-price is compared with what GPUs cost: give --gpu-price"),
+        (RATES, "how much KV the device keeps, is not known: give --gpu \\(a100, .* and --device-capacity"),
+        (("--gpu", "h100x"), "unknown GPU 'h100x'; known are a100, .*; of another one give --tflops, --host-rate"),
         (("--gpu", "h200", "--limit", "1"), "all requests of this trace have the same time"),
+        (("--gpu", "h200", "--sizes", "64GiB:100GiB"), "first and the last of 2 to 16 sizes, .* such as 64GiB:4TiB"),
+        (("--gpu", "h200", "--sizes", "0:1TiB"), "first and the last of 2 to 16 sizes"),
+        (("--gpu", "h200", "--sizes", "64:4TiB"), "first and the last of 2 to 16 sizes"),
+        (("--gpu", "h200", "--sizes", "many"), "a size is a number of bytes such as 64GiB"),
+        (("--gpu", "h200", "--sizes", "1GiB:4GiB"), "1.0 GiB, is less than the 8.0 GiB .* begin --sizes at 8.0GiB"),
+        (("--gpu", "h200", "--tokenizer", "."), "--tokenizer is for logs, and a trace has no texts"),
+        (("--gpu", "h200", "--json", "no/such/folder/plan"), "--json cannot be written to no/such/folder"),
         (("--gpu", "h200", "--html", "no/such/folder/plan.html"), "--html cannot be written to no/such/folder"),
         (("--gpu", "h200", "--html", "."), "--html cannot be written to ., which is a folder"),
         (("--gpu", "h200", "--policy", "min"), "unknown policy 'min'"),
@@ -201,19 +220,111 @@ def test_errors_are_one_sentence(tmp_path, run, options, complaint):
     assert code == 2 and re.search(complaint, printed) and printed.count("\n") == 1
 
 
+HYBRID = MODEL | {"num_hidden_layers": 48, "head_dim": 128, "intermediate_size": 1024}
+HYBRIDS = {
+    "windows": HYBRID | {"model_type": "gemma3", "sliding_window": 1024},
+    "local chunks": HYBRID | {"model_type": "llama4", "attention_chunk_size": 2048},
+    "states": HYBRID
+    | {
+        "model_type": "qwen3_next",
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+    },
+    "full attention": HYBRID,
+    "a latent": HYBRID | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_plan_is_made_of_each_kind_of_model(tmp_path, on_load, name):
+    (tmp_path / "hybrid.json").write_text(json.dumps(HYBRIDS[name]))
+    rates = ["--prefill-rate", "1000", "--host-rate", "40", "--device-capacity", "3GiB", "--below", "64GiB"]
+    printed = on_load(
+        "plan", *rates, "--policy", "lru", "--sizes", "1GiB:32GiB", weight=["--model", str(tmp_path / "hybrid.json")]
+    )
+    rows = saved(printed)
+    assert {"lru", "lru + coded", "lru + tier"} < rows[0].keys() and len(rows) == 7
+    shares = [[float(row[way].rstrip("%")) for row in rows[1:]] for way in ("lru", "lru + coded")]
+    assert shares[0] == sorted(shares[0]) and shares[0][-1] >= 10
+    has_checkpoints = name not in ("full attention", "a latent")
+    assert ("needs no checkpoints to resume" in printed) is not has_checkpoints
+
+
+def test_a_model_is_known_by_its_name(on_load):
+    printed = on_load("plan", "--gpu", "h100", "--policy", "lru", "--limit", "40", weight=["--model", "gemma-3-12b"])
+    assert "KV of a token takes 65,536 bytes on all ranks together, a checkpoint 320.0 MiB" in printed
+
+
+def test_a_larger_smallest_size_is_named_where_a_block_is_larger_than_it(on_load, tmp_path, run):
+    (tmp_path / "large.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 2**17}))
+    trace = write(tmp_path / "ten.jsonl", mooncake_lines(TEN))
+    code, printed = run("plan", trace, "--model", str(tmp_path / "large.json"), "--gpu", "h200")
+    assert code == 2 and "64.0 GiB, is less than the 128.0 GiB" in printed and "at 128.0GiB" in printed
+
+
+def test_results_are_written(tmp_path, on_load):
+    out = tmp_path / "plan.json"
+    printed = on_load("plan", *WITH_DEVICE, *WITH_TIER, "--gpu-price", "2", "--json", str(out))
+    written, rows = json.loads(out.read_text()), saved(printed)
+    assert (written["schema_version"], written["command"], written["block_bytes"]) == (1, "plan", BLOCK_GIB << 30)
+    assert written["sentences"] == printed.splitlines()[-3:]
+    for curve in written["results"]:
+        name = " + ".join(filter(None, (curve["policy"], curve["variant"])))
+        assert [f"{point['prefill_share_saved']:.1%}" for point in curve["points"]] == [row[name] for row in rows[1:]]
+        if name == written["preferred"]:
+            assert [f"{point['gpus']:.2f}" for point in curve["points"]] == [row["GPUs"] for row in rows[1:]]
+    [knee] = [at for at, line in enumerate(lines_of(printed, "prefill time saved")) if "the knee" in line]
+    assert written["knee_bytes"] == GIB_SIZES[knee - 2] << 30
+    assert written["tokens_by_origin"]["no host"]["host"] == 0 < written["tokens_by_origin"]["4 TiB"]["host"]
+
+
+# What was recorded
+
+
+def test_a_log_of_token_ids_is_read_as_convert_reads_it(tmp_path, run):
+    lines = [{"timestamp": 60.0 * at, "body": {"prompt": list(range(16 * (at % 3 + 1)))}} for at in range(20)]
+    log, trace, kept = write(tmp_path / "server.log", lines), str(tmp_path / "trace"), str(tmp_path / "plan.json")
+    assert run("convert", log, "--out", trace)[0] == 0
+    options = ["--model", "qwen3-8b", "--gpu", "h200", "--policy", "lru", "--json", kept]
+    found = []
+    for path in (log, trace):
+        code, printed = run("plan", path, *options)
+        assert code == 0, printed
+        found.append({**json.loads(Path(kept).read_text()), "traces": []})
+        assert ("20 requests of 624 tokens, 39 whole blocks of 16 tokens" in printed) is (path == log)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
-    ("config", "complaint"),
+    ("text", "complaint"),
     [
-        (MODEL | {"model_type": "gemma2", "head_dim": 128, "sliding_window": 512}, "needs checkpoints to resume"),
-        (MODEL | {"num_hidden_layers": 2**17}, "a block must take 1 to 68,719,476,736 bytes"),
+        ("", "has no requests"),
+        ("time,input,output\n1,2,3\n", "it looks like CSV: JSON lines are needed"),
+        ("INFO: started\nINFO: ended\n", "has no requests; docs/traces.md lists the traces and logs"),
+        (
+            '{"timestamp": 1, "messages": [{"role": "user", "content": "hi"}]}\n',
+            "give the model's folder by --tokenizer",
+        ),
+        ('{"timestamp": 1, "input_length": 512, "output_length": 3}\n', "text_input; docs/traces.md lists"),
+        ('{"timestamp": 1, "input_length": 9, "hash_ids": []}\n', "no request has a whole block"),
     ],
-    ids=["checkpoints", "large"],
+    ids=["empty", "CSV", "no requests", "texts", "lengths", "no blocks"],
 )
-def test_models_that_no_plan_can_be_made_of_are_refused(tmp_path, run, config, complaint):
-    trace = write(tmp_path / "trace.jsonl", mooncake_lines(TEN))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    code, printed = run("plan", trace, "--model", str(tmp_path / "config.json"), "--gpu", "h200")
-    assert code == 2 and complaint in printed and printed.count("\n") == 1
+def test_files_of_which_no_plan_can_be_made_end_in_a_sentence(tmp_path, run, text, complaint):
+    (tmp_path / "recorded").write_text(text)
+    code, printed = run("plan", str(tmp_path / "recorded"), "--model", "qwen3-8b", "--gpu", "h200")
+    assert code == 2 and complaint in printed and printed.count("\n") == 1, printed
+
+
+def test_a_file_that_is_not_there_and_files_of_two_kinds_are_refused(tmp_path, run):
+    trace, log = write(tmp_path / "trace", mooncake_lines(TEN)), write(tmp_path / "log", [{"prompt": [1] * 20}])
+    code, printed = run("plan", "no/such/file", "--model", "qwen3-8b", "--gpu", "h200")
+    assert code == 2 and "no/such/file cannot be read" in printed
+    code, printed = run("plan", trace, log, "--model", "qwen3-8b", "--gpu", "h200")
+    assert code == 2 and f"{trace} is a trace and {log} is none" in printed
 
 
 def readme_line():
@@ -228,6 +339,19 @@ def test_the_line_of_the_readme_runs_as_printed(monkeypatch, tmp_path, run):
     assert code == 0 and "100 requests from examples/plan/synthetic.jsonl.gz" in printed
     page = (tmp_path / "plan.html").read_text()
     assert all(sentence in page for sentence in printed.splitlines()[-3:])
+
+
+@pytest.mark.slow
+def test_the_line_of_the_readme_prints_what_the_page_about_sizes_shows(monkeypatch, tmp_path, run):
+    """There it has a price and a page, too. Some 20 s."""
+    [command, *shown] = re.search(r"```\n\$ cpu-prefix-cache (plan .+?)\n```", PAGE.read_text(), re.DOTALL)[
+        1
+    ].splitlines()
+    monkeypatch.chdir(ROOT)
+    arguments = shlex.split(command.replace("plan.html", str(tmp_path / "plan.html")))
+    code, printed = run(*arguments)
+    assert code == 0 and arguments[: len(readme_line())] == readme_line()
+    assert [line for line in shown if line not in ("...", *printed.splitlines())] == []
 
 
 def test_the_bundled_trace_is_what_the_script_makes():

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cpu_prefix_cache.tools.plan.curves import CODED, TIER, Curve, preferred_of
+from cpu_prefix_cache.tools.plan.curves import CODED, TIER, Curve, preferred_of, sizes_of
 from cpu_prefix_cache.tools.plan.drawing import areas
 from cpu_prefix_cache.tools.plan.page import page
 from cpu_prefix_cache.tools.plan.plan import Plan
@@ -34,13 +34,12 @@ def curve(policy, shares, variant=""):
     return Curve(policy, tuple(outcomes), variant)
 
 
-def plan_of(*curves, price=None, gib_price=0.0):
+def plan_of(*curves, price=None, gib_price=0.0, most=None):
     """A load of 101 requests of a token each, a second apart; a token takes a second. An engine has two GPUs."""
     trace = trace_of("a" * 101)
     worth = Worth(trace, Rates(1.0, gpu_price=price), Tally(), engine_gpus=2, gib_price=gib_price)
-    return Plan(
-        worth, tuple(each for each in curves if not each.variant), tuple(each for each in curves if each.variant)
-    )
+    policies, variants = (tuple(each for each in curves if bool(each.variant) is is_one) for is_one in (False, True))
+    return Plan(worth, sizes_of("64GiB:4TiB"), most or max(curves[0].shares), policies, variants)
 
 
 MADE = plan_of(curve("lru", SAVED), curve("adaptive", (*SAVED[:4], 0.193, 0.2, 0.2)), curve("lru", SAVED[:4], TIER))
@@ -80,7 +79,7 @@ def test_money_is_that_of_engines_less_that_of_memory():
 
 def test_memory_that_costs_more_than_it_saves_has_no_best_size():
     cheap, dear = (plan_of(curve("lru", SAVED), price=1.0, gib_price=gib_price) for gib_price in (0.36, 36.0))
-    assert (cheap.worth.most_money(cheap.preferred), dear.worth.most_money(dear.preferred)) == (1024 << 30, None)
+    assert (cheap.most_money, dear.most_money) == (SIZES.index("1 TiB"), None)
     assert "most money" in tables(cheap) and "most money" not in tables(dear)
 
 

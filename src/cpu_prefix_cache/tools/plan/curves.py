@@ -4,12 +4,14 @@
     a policy + coded    blocks take less, and a size holds more of them
     a policy + tier     above a tier of files, on those sizes that are at most half of it
 
-Above the size that holds all blocks of the trace a curve goes on level, and nothing more is replayed.
+Above a size that never evicted a curve goes on level, and nothing more is replayed.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
 from cpu_prefix_cache.tools.replay.outcome import Outcome, Tally
 from cpu_prefix_cache.tools.replay.prefill_work import Work
@@ -17,10 +19,27 @@ from cpu_prefix_cache.tools.replay.replays import Tiers, replayed
 from cpu_prefix_cache.tools.replay.tiers import HostTier
 from cpu_prefix_cache.tools.replay.traces import Trace
 
-GIB = 2**30
-SIZES = tuple(GIB << power for power in range(6, 13))  # 64 GiB to 4 TiB
+SIZES = "64GiB:4TiB"
+MOST_SIZES = 16
 NEARLY = 0.005  # a share of prefill for which nobody changes a policy
 CODED, TIER = "coded", "tier"  # variants of a curve
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Bytes from the first size to the last, each twice the one before.
+
+    >>> [size >> 30 for size in sizes_of("16GiB:64GiB")]
+    [16, 32, 64]
+    """
+    first, colon, last = text.partition(":")
+    least, most = parse_bytes(first), parse_bytes(last if colon else first)
+    sizes = tuple(least << power for power in range(MOST_SIZES) if least << power <= most)
+    if len(sizes) < 2 or sizes[-1] * 2 <= most:
+        raise ConfigurationError(
+            f"--sizes is the first and the last of 2 to {MOST_SIZES} sizes, each twice the one before, such as "
+            f"{SIZES}; got {text[:40]!r}"
+        )
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +60,23 @@ class Curve:
         return [outcome.share_saved or 0.0 for outcome in self.outcomes]
 
 
-def outcomes_by_size(trace: Trace, policy: str, block_bytes: int, tiers: Tiers) -> tuple[Outcome, ...]:
-    """Replay the sizes. `block_bytes` are those of a block as the host keeps it."""
+def outcomes_by_size(trace: Trace, policy: str, capacities: Sequence[int], tiers: Tiers) -> tuple[Outcome, ...]:
+    """Replay these hosts, in blocks, ascending."""
     outcomes: list[Outcome] = []
-    for size in SIZES:
-        host = HostTier(size // block_bytes, policy)
-        if tiers.below is not None and tiers.below.capacity < SLOTS_BY_HOST * host.capacity:
+    for capacity in capacities:
+        if tiers.below is not None and tiers.below.capacity < SLOTS_BY_HOST * capacity:
             break
-        if outcomes and outcomes[-1].capacity >= trace.different_blocks:
-            outcomes.append(replace(outcomes[-1], capacity=host.capacity))
+        if outcomes and not outcomes[-1].tally.evictions:
+            outcomes.append(replace(outcomes[-1], capacity=capacity))
         else:
-            outcomes.append(replayed(trace, host, tiers))
+            outcomes.append(replayed(trace, HostTier(capacity, policy), tiers))
     return tuple(outcomes)
 
 
 def preferred_of(curves: Sequence[Curve]) -> Curve:
     """The first curve that saves on average as much as the best, but for `NEARLY`: defaults come first."""
-    means = [sum(each.shares) / len(SIZES) for each in curves]
+    means = [sum(each.shares) / len(each.shares) for each in curves]
     return next(each for each, mean in zip(curves, means, strict=True) if mean >= max(means) - NEARLY)
-
-
-def device_alone(trace: Trace, tiers: Tiers) -> Tally:
-    """Hits without a host. None of them was loaded."""
-    if tiers.device is None:
-        return Tally()
-    alone = HostTier(tiers.device.capacity, tiers.device.policy)
-    tally = replayed(trace, alone, replace(tiers, device=None, below=None)).tally
-    return replace(tally, loaded_blocks=0, loaded=Work())
 
 
 @dataclass(frozen=True, slots=True)

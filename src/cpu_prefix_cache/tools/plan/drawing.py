@@ -12,7 +12,7 @@ from html import escape
 from itertools import accumulate
 
 WIDTH, HEIGHT = 760, 340
-LEFT, RIGHT, TOP, BOTTOM = 60, 20, 24, 40
+LEFT, RIGHT, TOP, BOTTOM = 60, 36, 24, 40
 STEPS = (0.01, 0.02, 0.05, 0.1, 0.2)  # between two lines of the grid
 MOST_LINES = 6
 
@@ -55,7 +55,7 @@ class Frame:
             yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
             yield _text(LEFT - 8, y + 4, f"{line * self.step:.0%}", "end")
         for at, size in enumerate(self.sizes):
-            yield _text(self.x(at), HEIGHT - BOTTOM + 20, size, "middle")
+            yield _text(self.x(at), HEIGHT - BOTTOM + 26, size, "middle")
 
 
 def curves(lines: Sequence[Line], sizes: Sequence[str], marked: int | None, mark: str) -> str:

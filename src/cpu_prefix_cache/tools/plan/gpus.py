@@ -3,6 +3,8 @@
 import argparse
 from dataclasses import dataclass
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
+
 REACHED = 0.63  # of the TFLOPS that a datasheet promises: vLLM's prefill on an H200 (docs/policies.md)
 KV_SHARE = 0.5  # of its memory: weights and activations take the rest
 PCIE_4, PCIE_5 = 25.0, 54.0  # GB/s of large copies
@@ -30,6 +32,11 @@ def with_gpu(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
     """The options with what follows from --gpu for those that were left out, and a sentence about it."""
     if args.gpu is None:
         return args, ""
+    if args.gpu not in GPUS:
+        raise ConfigurationError(
+            f"unknown GPU {args.gpu!r}; known are {', '.join(GPUS)}; of another one give --tflops, --host-rate and "
+            "--device-capacity"
+        )
     gpu, ranks = GPUS[args.gpu], args.tp or 1
     assumed: dict[str, tuple[str, str]] = {}
     if args.prefill_rate is None and args.tflops is None:

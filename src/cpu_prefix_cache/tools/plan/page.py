@@ -6,24 +6,27 @@ A policy has the same colour on every page: coded it is dashed, above a tier dot
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from cpu_prefix_cache.tools.plan.curves import CODED, SIZES, TIER
+from cpu_prefix_cache.tools.plan.curves import CODED, TIER
 from cpu_prefix_cache.tools.plan.drawing import Line, areas, curves, swatch
 from cpu_prefix_cache.tools.plan.plan import Plan, size_name
 from cpu_prefix_cache.tools.plan.sentences import sentences
 from cpu_prefix_cache.tools.plan.table import marks, notes, origins, savings
+from cpu_prefix_cache.tools.plots import colour_of
 
-COLOURS = {"lru": "#0072b2", "arc": "#009e73", "adaptive": "#d55e00"}
-OTHER = "#555555"  # a policy of another package
 DASHES = {CODED: "8 4", TIER: "2 4"}
 ORIGINS = {"device": "#4c4c4c", "host": "#0072b2", "tier": "#56b4e9", "computed": "#e69f00"}
 STYLE = """
-body { font: 16px/1.5 sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
+body { font: 16px/1.5 sans-serif; max-width: 940px; margin: 2em auto; padding: 0 1em; color: #222; background: #fff }
 svg text { font: 12px sans-serif; fill: #333 }
+.wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: 14px }
-td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #ddd }
+td, th { padding: 2px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd }
 td:first-child, th:first-child, td.mark { text-align: left }
+td.mark { min-width: 9em; white-space: normal }
+tr.marked { background: #fff3c4 }
 .key { margin-right: 1.5em; white-space: nowrap }
-.small { font-size: 13px; color: #555 }
+.small { font-size: 13px; color: #555; overflow-wrap: anywhere }
+@media (max-width: 600px) { svg text { font-size: 20px } body { margin-top: 1em } h1 { font-size: 1.5em } }
 """
 
 
@@ -50,11 +53,11 @@ def page(plan: Plan, title: str, described: Sequence[str]) -> str:
 
 def _curves(plan: Plan) -> str:
     lines = [
-        Line(curve.name, curve.shares, COLOURS.get(curve.policy, OTHER), DASHES.get(curve.variant, "none"))
+        Line(curve.name, curve.shares, colour_of(curve.policy), DASHES.get(curve.variant, "none"))
         for curve in plan.curves
     ]
     keys = [f'<span class="key">{swatch(line.colour, line.dashes)} {escape(line.name)}</span>' for line in lines]
-    sizes = [size_name(size) for size in SIZES]
+    sizes = [size_name(size) for size in plan.sizes]
     return f"<p>{' '.join(keys)}</p>{curves(lines, sizes, plan.knee, 'the knee')}"
 
 
@@ -67,7 +70,7 @@ def _areas(plan: Plan) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], marked: Sequence[str]) -> str:
-    return f"<table>{''.join(_rows(rows, marked))}</table>"
+    return f'<div class="wide"><table>{"".join(_rows(rows, marked))}</table></div>'
 
 
 def _rows(rows: Sequence[Sequence[str]], marked: Sequence[str]) -> Iterator[str]:
@@ -75,4 +78,5 @@ def _rows(rows: Sequence[Sequence[str]], marked: Sequence[str]) -> Iterator[str]
         cell = "td" if at else "th"
         cells = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row)
         mark = f'<td class="mark">{escape(marked[at])}</td>' if marked else ""
-        yield f"<tr>{cells}{mark}</tr>"
+        row_class = ' class="marked"' if marked and marked[at] else ""
+        yield f"<tr{row_class}>{cells}{mark}</tr>"

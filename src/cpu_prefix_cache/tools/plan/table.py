@@ -1,7 +1,7 @@
 """Text for the terminal: savings by size, and where tokens came from."""
 
-from cpu_prefix_cache.tools.plan.curves import SIZES, Curve
-from cpu_prefix_cache.tools.plan.plan import NO_HOST, Plan, size_name
+from cpu_prefix_cache.tools.plan.curves import Curve
+from cpu_prefix_cache.tools.plan.plan import ENOUGH, NO_HOST, Plan, size_name
 from cpu_prefix_cache.tools.replay.report import aligned
 
 DEVICE_NOTE = "Hits of the device alone are no savings of the host."
@@ -20,7 +20,7 @@ def savings(plan: Plan) -> list[list[str]]:
         ["host", *names, "GPUs", "saved", "money a month"],
         [NO_HOST, *("-" for _ in names), f"{worth.gpus_alone:.2f}", "-", "-"],
     ]
-    for at, (size, outcome) in enumerate(zip(SIZES, plan.preferred.outcomes, strict=True)):
+    for at, (size, outcome) in enumerate(zip(plan.sizes, plan.preferred.outcomes, strict=True)):
         gpus, money = worth.gpus(outcome), worth.money(outcome, size) or 0.0
         shares = [_share(curve, at) for curve in plan.curves]
         rows.append([size_name(size), *shares, f"{gpus:.2f}", f"{worth.gpus_alone - gpus:.2f}", f"{money:,.0f}"])
@@ -29,9 +29,9 @@ def savings(plan: Plan) -> list[list[str]]:
 
 def marks(plan: Plan) -> list[str]:
     """A mark for each row of `savings`, mostly empty."""
-    knee = None if plan.knee is None else SIZES[plan.knee]
-    named = {"the knee": knee, "most money": plan.worth.most_money(plan.preferred)}
-    return ["", "", *(", ".join(name for name, at in named.items() if at == size) for size in SIZES)]
+    named = {"the knee": plan.knee, f"{ENOUGH:.0%} of all": plan.enough, "most money": plan.most_money}
+    sizes = range(len(plan.sizes))
+    return ["", "", *(", ".join(name for name, marked in named.items() if marked == at) for at in sizes)]
 
 
 def origins(plan: Plan) -> list[list[str]]:

@@ -10,11 +10,12 @@ memory, and a request must reach the one that has its prefix.
 
 from dataclasses import dataclass
 
-from cpu_prefix_cache.tools.plan.curves import GIB, SIZES, Curve, computed_work
+from cpu_prefix_cache.tools.plan.curves import computed_work
 from cpu_prefix_cache.tools.replay.outcome import Outcome, Tally
 from cpu_prefix_cache.tools.replay.seconds_saved import SECONDS_AN_HOUR, Rates
 from cpu_prefix_cache.tools.replay.traces import Trace
 
+GIB = 2**30
 HOURS_A_MONTH, MONTHS_OF_MEMORY = 730, 36
 
 
@@ -48,12 +49,6 @@ class Worth:
         engines = (self.gpus_alone - self.gpus(outcome)) / self.engine_gpus
         an_hour = self.rates.money(engines * SECONDS_AN_HOUR)
         return None if an_hour is None else an_hour * HOURS_A_MONTH - size / GIB * self.gib_price / MONTHS_OF_MEMORY
-
-    def most_money(self, curve: Curve) -> int | None:
-        """The size that leaves the most, the smallest of equal ones; None if none leaves any, or without a price."""
-        left = {size: self.money(each, size) or 0.0 for size, each in zip(SIZES, curve.outcomes, strict=True)}
-        most = max(left, key=left.__getitem__)
-        return most if left[most] > 0 else None
 
     def _gpus(self, seconds: float) -> float:
         return seconds / span(self.trace) * self.engine_gpus

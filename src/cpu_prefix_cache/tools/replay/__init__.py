@@ -1,10 +1,11 @@
-"""Replays recorded requests through the cache's own code, to find hit ratios and the memory that a workload needs.
+"""Replays recorded requests through the cache's own code, to find hit ratios and the time that hits save.
 
 lines              lines of a file, and what is wrong with one
 traces             files of requests -> requests with keys, in the order of their timestamps
 hints              when each is used again, for policies that take hints
 tiers              what they are replayed on: a host, a device before it, a tier below it
 one_tier           the host pool alone
+replayed_model     a model's KV in blocks that are counted: chunks, and checkpoints
 two_tiers          a device pool with the host behind it: CPUPrefixCache, lazy or eager
 below              a host, or a device and a host, with a tier below, through the code of `tiers`
 clairvoyant        references: an infinite cache, and one that knows the future
@@ -19,17 +20,16 @@ results_json plot  what is written and drawn
 meter              the clock and the progress bar of one replay
 
 replay_command     `cpu-prefix-cache replay`
-size_command       `cpu-prefix-cache size`; size_report is what it prints, writes and draws
 convert_command    `cpu-prefix-cache convert`: a trace of a server's log
+recorded           a trace, or a log of which one is made, for `plan`
 options units      shared by the commands; rate_options: rates and a price
 capacities         round ones to replay, where none were given
 
 model_config       a model's config.json, looked up by name
+named_models       models that are known by their names
 layers state_bytes how many layers keep which kind of KV state; the bytes of a recurrent state
 models             a configuration -> groups, bytes of a token and of a checkpoint
 flops              a configuration -> what a token takes to compute, by itself and for each that it attends to
-resumable          a host that also keeps the checkpoints that a model needs to resume
-sizing             the smallest capacity that reaches a hit ratio
 
 request_logs       logs of texts, messages or token ids -> prompts with times
 tokenizer          texts and messages -> token ids, by the model's own files

@@ -18,10 +18,3 @@ def round_capacity(blocks: int, block_bytes: int | None) -> int:
     if block_bytes is not None:
         return max(1, (1 << round(math.log2(blocks * block_bytes))) // block_bytes)
     return round(blocks, 2 - len(str(blocks))) if blocks >= 100 else blocks
-
-
-def doublings(least: int, largest: int, block_bytes: int) -> list[int]:
-    """The blocks of all powers of two of bytes from `least` to below `largest` blocks, ascending."""
-    first, last = math.ceil(math.log2(least * block_bytes)), math.ceil(math.log2(largest * block_bytes))
-    sizes = {(1 << power) // block_bytes for power in range(first, last)}
-    return sorted(size for size in sizes if least <= size < largest)

@@ -1,4 +1,4 @@
-"""`cpu-prefix-cache convert LOG --out TRACE`: makes a trace for `replay` and `size` of a server's log.
+"""`cpu-prefix-cache convert LOG --out TRACE`: makes a trace for `replay` and `plan` of a server's log.
 
 Reads request bodies of the OpenAI and Anthropic APIs in JSON, conversations such as ShareGPT's, and the request logs of
 vLLM and SGLang (docs/traces.md has the list, and how to get them). Texts and messages become token ids with the
@@ -58,19 +58,25 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args.out, args.logs)
     if args.chat_template is not None and args.tokenizer is None:
         raise ConfigurationError("--chat-template is for --tokenizer, which makes token ids of its text")
+    lines, (summary, *assumed) = converted(args)
+    _write(args.out, lines)
+    print("\n".join([f"{summary}: {args.out}", *assumed]))
+    return 0
+
+
+def converted(args: argparse.Namespace) -> tuple[Iterable[str], list[str]]:
+    """The lines of the trace, and about it: how much it is, and what was assumed."""
     tokenizer = None if args.tokenizer is None else FolderTokenizer(args.tokenizer, args.chat_template)
     logs = [RequestLog(path, args.skip_bad_lines) for path in args.logs]
     converter = Converter(tokenizer, args.block_tokens, args.every, args.pause)
     requests = [request for log in logs for request in converter.convert(log)]
     unit = _unit(requests, args.time_unit, converter.times)
-    _write(args.out, _lines(requests, unit))
     tokens, blocks = sum(request.tokens for request in requests), sum(len(request.ids) for request in requests)
     summary = (
         f"{len(requests):,} requests of {tokens:,} tokens, {blocks:,} whole blocks of {args.block_tokens} tokens, "
-        f"{converter.different:,} of them different: {args.out}"
+        f"{converter.different:,} of them different"
     )
-    print("\n".join([summary, *_assumed(logs, converter, unit, is_given=args.time_unit is not None)]))
-    return 0
+    return _lines(requests, unit), [summary, *_assumed(logs, converter, unit, is_given=args.time_unit is not None)]
 
 
 def _unit(requests: Sequence[Converted], given: str | None, times: str | None) -> str:

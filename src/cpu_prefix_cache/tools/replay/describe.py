@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 
+from cpu_prefix_cache.model.groups import Group
 from cpu_prefix_cache.tools.replay.flops import Flops
+from cpu_prefix_cache.tools.replay.models import checkpoint_bytes, prefix_bytes_per_token
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.sharing import describe_sharing
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
 from cpu_prefix_cache.tools.replay.trace_guesses import UNITS_A_SECOND
 from cpu_prefix_cache.tools.replay.traces import Trace
-from cpu_prefix_cache.tools.replay.units import show_seconds
+from cpu_prefix_cache.tools.replay.units import show_bytes, show_seconds
 
 
 def describe_trace(trace: Trace) -> str:
@@ -79,6 +81,15 @@ def describe_below(below: BelowTier, hosts: Sequence[HostTier]) -> str:
     modes = " or ".join(sorted({below.mode(host) for host in hosts}))
     others = "; eager where the host is not LRU" if modes != "eager" and below.offload is None else ""
     return f"above a tier of {below.capacity:,} blocks with LRU; {modes} stores{others}"
+
+
+def describe_weights(groups: Sequence[Group]) -> str:
+    """Bytes of a token and of a checkpoint; nothing if no model was given."""
+    if not groups:
+        return ""
+    token, checkpoint = prefix_bytes_per_token(groups), checkpoint_bytes(groups)
+    needs = f"a checkpoint {show_bytes(checkpoint)}" if checkpoint else "and needs no checkpoints to resume"
+    return f"KV of a token takes {token:,} bytes on all ranks together, {needs}"
 
 
 def describe_depth(flops: Flops | None, *, has_model: bool) -> str:

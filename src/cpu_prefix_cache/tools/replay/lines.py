@@ -18,6 +18,7 @@ from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.tools.replay.other_formats import other_format
 
 NO_TIME = 2**63  # timestamps must be less, in any unit
+WHAT_IS_READ = "docs/traces.md lists the traces and logs that are read"
 SHOWN = 40  # characters of a wrong value
 MEMBERS = "data"
 LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(\{.*)?", re.DOTALL)
@@ -97,7 +98,7 @@ class LineReader:
         """To be raised if no line was good, of which so many were of failed requests."""
         bad = f", and {len(self.bad_lines):,} bad lines, the first: {self.bad_lines[0]}" if self.bad_lines else ""
         lost = f", but {failed:,} that failed" if failed else ""
-        return TraceError(f"{self.path} has no requests{lost}{bad or other_format(self._first)}")
+        return TraceError(f"{self.path} has no requests{lost}{bad or other_format(self._first) or f'; {WHAT_IS_READ}'}")
 
 
 def _begins_a_larger_value(line: bytes) -> bool:

@@ -68,7 +68,12 @@ def trace_of(args: argparse.Namespace) -> Trace:
 def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Add the options of `groups_of`: --model with --tp, --kv-dtype and --codec, or --bytes-per-token."""
     weight = parser.add_mutually_exclusive_group(required=required)
-    weight.add_argument("--model", type=Path, metavar="CONFIG", help="the model's config.json, or a folder with it")
+    weight.add_argument(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="its config.json, a folder with it, or a name such as qwen3-8b",
+    )
     weight.add_argument(
         "--bytes-per-token", type=positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
     )

@@ -1,7 +1,7 @@
 """Plots over capacities: hit ratios and, if it is known, the share of prefill time that hits save.
 
-    a line for each policy     solid
-    what it is compared with   dashed: the infinite cache, and MIN
+    a line for each policy     solid, in its colour
+    what it is compared with   dashed: the infinite cache, and MIN with bypass, a ceiling
 
 Capacities are in GiB if the bytes of a block are known, else in blocks.
 """
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cpu_prefix_cache.tools.plots import new_figure, save
+from cpu_prefix_cache.tools.plots import colour_of, new_figure, save
 from cpu_prefix_cache.tools.replay.outcome import Outcome
 from cpu_prefix_cache.tools.replay.report import References
 
@@ -18,7 +18,7 @@ GIB = 2**30
 APART = 1.2  # times the tick before: nearer ones would be written over each other
 BLOCKS_FOUND, TIME_FOUND = "prefix hit ratio (blocks)", "share of prefill time found"
 SAVED = "share of prefill time saved"
-CEILING = "MIN with bypass (a ceiling)"
+CEILING = "min"
 INFINITE = "infinite cache"
 
 Points = Sequence[tuple[int, float]]  # capacity in blocks, value
@@ -66,7 +66,7 @@ def _draw_panel(axes: Any, panel: Panel, block_bytes: int | None) -> None:
     for style, lines in (("-", panel.lines), ("--", panel.dashed)):
         for name, points in lines.items():
             capacities, values = [capacity * scale for capacity, _ in points], [value for _, value in points]
-            axes.plot(capacities, values, style, marker="o", markersize=4, label=name)
+            axes.plot(capacities, values, style, color=colour_of(name), marker="o", markersize=4, label=name)
     for name, height in panel.heights.items():
         axes.axhline(height, linestyle="--", color="gray", label=name)
     ticks = _apart({capacity * scale for points in panel.lines.values() for capacity, _ in points})

@@ -17,15 +17,12 @@ infinite: a cache without a limit."""
 TIERS_NOTE = """\
 With several tiers, min is one cache as large as all of them together.
 at eviction: a reference; LRU of single blocks in two tiers, stored in the lowest when what is above evicts them."""
-DEVICE_NOTE = "lost before store: blocks that left the device before the host was offered them."
-BELOW_NOTE = """\
-from below: blocks of prompts that only the tier below the host had, among the loaded ones. read below: what was read
-     for them. unsaved: blocks that left the host before they could be written to the tier."""
+BELOW_NOTE = "from below: blocks of prompts that only the tier below the host had, among the loaded ones."
 TIME_NOTE = """\
 hit time: hits weighed by the time to compute them. The deeper a token in its prompt, the more it has to attend to."""
 RATES_NOTE = """\
-prefill saved: the time to compute the loaded tokens, less the time of all loaded bytes on the link from the host. Hits
-     on the device save nothing here, and nothing waits for others. of prefill: of the time to compute all prompts."""
+of prefill: the time to compute the loaded tokens, less the time of all loaded bytes on the link from the host, as a
+     share of the time to compute all prompts. Hits on the device save nothing here, and nothing waits for others."""
 MONEY_NOTE = "money: what these seconds cost at --gpu-price; saved only if hours of GPUs are given back."
 READING_NOTE = """\
      Less the time of what was read below, too. Where reading would take longer than computing, nothing is read, and
@@ -83,7 +80,6 @@ def notes(outcomes: Sequence[Outcome], *, has_time: bool = False) -> str:
     texts = {
         MIN_NOTE: True,
         TIERS_NOTE: has(DEVICE) or has(BELOW),
-        DEVICE_NOTE: has(DEVICE),
         BELOW_NOTE: has(BELOW),
         TIME_NOTE: has_time,
         RATES_NOTE: has(SAVED),
@@ -127,29 +123,15 @@ class _Column:
 _COLUMNS = (
     _Column("host bytes", lambda outcome, block: show_bytes(outcome.capacity * block), BYTES),
     _Column("stored", lambda outcome, _: f"{outcome.tally.stored_blocks:,}"),
-    _Column("stored bytes", lambda outcome, block: show_bytes(outcome.tally.stored_blocks * block), BYTES),
     _Column("loaded", lambda outcome, _: f"{outcome.tally.loaded_blocks:,}"),
-    _Column("loaded bytes", lambda outcome, block: show_bytes(outcome.tally.loaded_blocks * block), BYTES),
-    _Column("evictions", lambda outcome, _: f"{outcome.tally.evictions:,}"),
-    _Column("lost before store", lambda outcome, _: f"{outcome.tally.lost_before_store:,}", DEVICE),
-    _Column("from below", lambda outcome, _: _below(outcome, outcome.tally.below_hit_blocks), BELOW),
-    _Column("read below", lambda outcome, _: _below(outcome, outcome.tally.below_loaded_blocks), BELOW),
-    _Column("stored below", lambda outcome, _: _below(outcome, outcome.tally.below_stored_blocks), BELOW),
-    _Column("unsaved", lambda outcome, _: _below(outcome, outcome.tally.unsaved), BELOW),
-    _Column("prefill saved", lambda outcome, _: show_saved(outcome.seconds_saved), SAVED),
+    _Column("from below", lambda outcome, _: _from_below(outcome), BELOW),
     _Column("of prefill", lambda outcome, _: _or_dash(outcome.share_saved, ".1%"), SAVED),
     _Column("money", lambda outcome, _: _or_dash(outcome.money_saved, ",.2f"), MONEY),
-    _Column("seconds", lambda outcome, _: f"{outcome.seconds:.3f}"),
-    _Column("blocks/s", lambda outcome, _: f"{outcome.trace_blocks / max(outcome.seconds, 1e-9):,.0f}"),
 )
 
 
-def _below(outcome: Outcome, blocks: int) -> str:
-    return "-" if outcome.below_capacity is None else f"{blocks:,}"
-
-
-def show_saved(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:,.1f} s"
+def _from_below(outcome: Outcome) -> str:
+    return "-" if outcome.below_capacity is None else f"{outcome.tally.below_hit_blocks:,}"
 
 
 def _or_dash(value: float | None, style: str) -> str:

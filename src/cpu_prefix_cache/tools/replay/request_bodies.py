@@ -16,7 +16,7 @@ from typing import Any
 from cpu_prefix_cache.tools.replay.chat_messages import FIELDS as BESIDE_MESSAGES
 from cpu_prefix_cache.tools.replay.chat_messages import Chat, chat_of
 from cpu_prefix_cache.tools.replay.engine_lines import not_empty
-from cpu_prefix_cache.tools.replay.lines import BadLine, list_of, parsed
+from cpu_prefix_cache.tools.replay.lines import WHAT_IS_READ, BadLine, list_of, parsed
 from cpu_prefix_cache.tools.replay.request_fields import SIGNS_OF_A_REQUEST, unknown_fields
 from cpu_prefix_cache.tools.replay.response_chains import PREVIOUS, ResponseChains
 from cpu_prefix_cache.tools.replay.sharing import FIELDS as APART
@@ -89,7 +89,7 @@ def contents_of(body: Body, chains: ResponseChains, ignored: Counter[str]) -> li
     fields = body.fields
     name = next((name for name in PROMPTS if fields.get(name) is not None), None)
     if name is None:
-        raise BadLine(f"it has none of {', '.join(PROMPTS)}")
+        raise BadLine(f"it has none of {', '.join(PROMPTS)}; {WHAT_IS_READ}")
     is_chat = name == MESSAGES or (name == INPUT and _is_of_messages(fields[name]))
     if is_chat:
         contents: list[Content] = [_chat(body, name, chains, ignored)]

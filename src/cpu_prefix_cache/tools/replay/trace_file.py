@@ -18,9 +18,10 @@ from cpu_prefix_cache.tools.replay.request_outcomes import is_failed
 from cpu_prefix_cache.tools.replay.sharing import Apart, apart_of
 from cpu_prefix_cache.tools.replay.trace_guesses import LOG_BLOCK_TOKENS, block_tokens_of, fits
 from cpu_prefix_cache.tools.replay.trace_keys import CONTENT, ContentKeys, IdKeys, NotChainedError, TokenKeys
-from cpu_prefix_cache.tools.replay.trace_rows import Row, RowReader
+from cpu_prefix_cache.tools.replay.trace_rows import REQUESTS, Row, RowReader
 
 TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
+ROW_FIELDS = ("hash_ids", *TOKEN_FIELDS, REQUESTS)  # a row has one of them
 NOT_CHAINED = "its ids are not chained (--ids content reads ids of each block's content alone)"
 
 
