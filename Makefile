@@ -8,7 +8,7 @@ REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
 DOCS_VENV := .venv-docs
 
-.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted package dist test-pythons test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted package dist test-pythons engines test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -87,7 +87,11 @@ HF_PIN := requirements/constraints-transformers-newest.txt
 test-transformers: $(HF_VENV)/installed
 	OMP_NUM_THREADS=1 $(HF_VENV)/bin/python -m pytest --numprocesses auto tests/connector
 
-# The engines of `examples/`: ours, and others with a patch, which are skipped where they are not beside this folder.
+# Sources of other people's engines into .engines, at the commits of tests/engines/sources.py; fails if one is missing.
+engines:
+	$(PYTHON) -m tests.engines.sources
+
+# The engines of `examples/`: ours, and others with a patch. The last line counts the tests of those that are not here.
 test-engines: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engines
 

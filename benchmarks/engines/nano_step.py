@@ -2,9 +2,10 @@
 
     python -m benchmarks.engines.nano_step ENGINES [--before CHECKOUT] [--block-tokens 16] [--runs 5]
 
-ENGINES is a folder with nano-vllm and nano_on_cpu.py. Its scheduler and block manager are real. There is no model, and
-copies do nothing, so a step is what the engine and the cache decide. 64 sequences at a time go on from 200 documents,
-of which the device (65,536 tokens) holds a third, and the host (four times that) all.
+ENGINES is a folder with nano-vllm, such as the one into which `make engines` fetches it. Its scheduler and block
+manager are real. There is no model, and copies do nothing, so a step is what the engine and the cache decide. 64
+sequences at a time go on from 200 documents, of which the device (65,536 tokens) holds a third, and the host (four
+times that) all.
 
 Times are processor time. The kinds take turns, each run in a process of its own; medians over the runs. CHECKOUT is
 this project at the commit before HostCache (c216b7c), with which the same patched engine runs with the glue in
@@ -134,9 +135,9 @@ def patched(engines: Path, folder: Path, glue: Path) -> Path:
     return tree
 
 
-def served(engines: Path, tree: Path, checkout: Path, offload: str, block_tokens: int) -> dict[str, float]:
-    paths = os.pathsep.join(map(str, (checkout / "src", checkout, engines, tree, ROOT)))
-    environment = {**os.environ, "NANO": str(tree), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+def served(tree: Path, checkout: Path, offload: str, block_tokens: int) -> dict[str, float]:
+    paths = os.pathsep.join(map(str, (checkout / "src", checkout, tree, ROOT, ROOT / "tests" / "engines")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, CHILD, offload, str(block_tokens)]
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return json.loads(result.stdout.splitlines()[-1])
@@ -161,7 +162,7 @@ def main() -> None:
         rows = {name: [] for name in kinds}
         for _ in range(options.runs):
             for name, (tree, checkout, mode) in kinds.items():
-                rows[name].append(served(engines, tree, checkout, mode, options.block_tokens))
+                rows[name].append(served(tree, checkout, mode, options.block_tokens))
     medians = {name: {at: statistics.median(row[at] for row in runs) for at in runs[0]} for name, runs in rows.items()}
     print(f"blocks of {options.block_tokens}; us a step, medians of {options.runs} runs in turn")
     print(f"{'':14}{'steps':>8}{'mean':>8}{'more':>8}{'p50':>8}{'p99':>8}{'p99 / alone':>14}")

@@ -6,9 +6,9 @@ import pytest
 
 from tests.engines.atom import source
 from tests.engines.left_out import last_line, left_out
+from tests.engines.sources import NANO_VLLM, found, why_not
 
-HERE = Path(__file__).parent
-NANO = source.BESIDE.parent / "nano-vllm"
+WHY_NOT_NANO = None if found(NANO_VLLM) else why_not(NANO_VLLM)
 _collected: set[Path] = set()
 
 
@@ -26,5 +26,5 @@ def pytest_unconfigure(config):
     writer = config.get_terminal_writer()
     if not source.WHY_NOT_REAL:
         writer.line(source.description())
-    if line := last_line(left_out(_collected, source.WHY_NOT_REAL, NANO)):
+    if line := last_line(left_out(_collected, source.WHY_NOT_REAL, WHY_NOT_NANO)):
         writer.line(line, red=True, bold=True)

@@ -7,7 +7,6 @@ prompt that was not aborted its tokens, and of each token's logits the largest a
 """
 
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -33,9 +32,7 @@ class Server:
     """The engine with one story. `serve` returns {number: [[token, largest logit, log-sum-exp], ...]}."""
 
     def __init__(self, story):
-        import nano_on_cpu as nano
-        from nanovllm.engine.llm_engine import LLMEngine
-        from nanovllm.engine.scheduler import Scheduler
+        from tests.engines import nano_on_cpu as nano
 
         self.story, self.nano = story, nano
         config = type("Config", (), {})()
@@ -44,9 +41,9 @@ class Server:
         config.eos = -1
         config.kvcache_block_size, config.num_kvcache_blocks = story["size"], DEVICE_BLOCKS[story["size"]]
         nano.Sequence.block_size = story["size"]
-        self.engine = LLMEngine.__new__(LLMEngine)
+        self.engine = nano.LLMEngine.__new__(nano.LLMEngine)
         self.engine.model_runner = self.runner = nano.CPURunner(config)
-        self.engine.scheduler = self.scheduler = Scheduler(config)
+        self.engine.scheduler = self.scheduler = nano.Scheduler(config)
         self.runner.call = lambda name, seqs, is_prefill: self._run(seqs, is_prefill)
         self.seen = {}  # sequence id -> what its tokens were drawn from
 
@@ -129,9 +126,7 @@ class Server:
 
 
 def main(tree: str, stories: str, answers: str) -> None:
-    os.environ["NANO"] = tree
-    engines = Path(os.environ["ENGINES"])
-    sys.path[:0] = [str(engines), tree]
+    sys.path.insert(0, tree)
     has_host = (Path(tree) / "host.py").exists()
     all_answers = []
     for story in json.loads(Path(stories).read_text()):

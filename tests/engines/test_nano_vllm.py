@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.engines.glue import code_lines
+from tests.engines.sources import NANO_VLLM, found, home, why_not
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ROOT.parent / "shared" / "engines"
+FOUND = found(NANO_VLLM)
 OURS = ROOT / "examples" / "nano_vllm"
 
-pytestmark = pytest.mark.skipif(
-    not (ENGINES / "nano-vllm").exists(), reason="nano-vllm is not here: it is looked for in ../shared/engines"
-)
+pytestmark = pytest.mark.skipif(FOUND is None, reason=why_not(NANO_VLLM))
 
 
 def story(**said):
@@ -51,26 +50,29 @@ def served(tree, folder, stories):
     asked, answered = folder / "stories.json", folder / "answers.json"
     asked.write_text(json.dumps(stories))
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "ENGINES": str(ENGINES), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.engines.nano", str(tree), str(asked), str(answered)]
     subprocess.run(command, env=environment, cwd=folder, check=True)
     return json.loads(answered.read_text())
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def engine():
+    return home(FOUND, NANO_VLLM.package)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, engine):
     """Answers of the engine as it is, by block size and seed: nothing else of a story changes an answer."""
     kinds = sorted({(each["size"], each["seed"]) for each in STORIES.values()})
-    answers = served(
-        ENGINES / "nano-vllm", tmp_path_factory.mktemp("alone"), [story(size=size, seed=seed) for size, seed in kinds]
-    )
+    answers = served(engine, tmp_path_factory.mktemp("alone"), [story(size=size, seed=seed) for size, seed in kinds])
     return {kind: answer for kind, (answer, _) in zip(kinds, answers, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def cached(tmp_path_factory):
+def cached(tmp_path_factory, engine):
     tree = tmp_path_factory.mktemp("engine") / "nano-vllm"
-    shutil.copytree(ENGINES / "nano-vllm", tree)
+    shutil.copytree(engine, tree)
     subprocess.run(["chmod", "-R", "u+w", str(tree)], check=True)
     subprocess.run(["patch", "-p1", "-i", str(OURS / "nano_vllm.patch")], cwd=tree, check=True, stdout=subprocess.PIPE)
     shutil.copy(OURS / "host.py", tree)

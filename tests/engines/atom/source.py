@@ -1,22 +1,19 @@
 """Which ATOM these tests import: the real one, or its double. One process has one of them.
 
-ATOM_SOURCE is an archive of its source, or a folder: a checkout, or what was unpacked. Without it, an archive is looked
-for beside this repository. An archive is unpacked to a temporary folder, once. ATOM needs packages that this library
-does not.
+ATOM_SOURCE is an archive of its source, or a folder: a checkout, or what was unpacked. Without it, the source is looked
+for where those of all engines are (tests/engines/sources.py). ATOM needs packages that this library does not.
 """
 
-import hashlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
-import tarfile
-import tempfile
 from pathlib import Path
 
+from tests.engines.sources import ATOM, digest, found, home, why_not
+
 VARIABLE = "ATOM_SOURCE"
-BESIDE = Path(__file__).parents[4] / "shared" / "engines" / "atom_ffdf3bb.tar.gz"
 NEEDED = ("msgspec", "psutil", "transformers", "zmq")
 
 
@@ -24,7 +21,7 @@ def source() -> Path | None:
     """The archive or the folder; None if there is none. Raises FileNotFoundError for one that was given and is not."""
     said = os.environ.get(VARIABLE)
     if not said:
-        return BESIDE if BESIDE.exists() else None
+        return found(ATOM)
     if not Path(said).exists():
         raise FileNotFoundError(f"{VARIABLE} is {said}, which is neither an archive nor a folder")
     return Path(said).absolute()
@@ -32,38 +29,22 @@ def source() -> Path | None:
 
 def unpacked() -> Path:
     """The folder that has ATOM's package."""
-    found = source()
-    if found is None:
+    place = source()
+    if place is None:
         raise FileNotFoundError(why_not_real())
-    home = found if found.is_dir() else _unpacked(found)
-    for folder in (home, *home.iterdir()):
-        if (folder / "atom" / "model_engine").is_dir():
-            return folder
-    raise FileNotFoundError(f"{found} has no folder atom/model_engine")
-
-
-def _unpacked(archive: Path) -> Path:
-    home = Path(tempfile.gettempdir()) / f"atom-{hashlib.sha256(archive.read_bytes()).hexdigest()[:16]}"
-    if not home.exists():
-        with tempfile.TemporaryDirectory(dir=home.parent) as fresh, tarfile.open(archive) as files:
-            files.extractall(Path(fresh) / "atom", filter="data")
-            try:
-                (Path(fresh) / "atom").rename(home)
-            except OSError:  # another process was faster
-                if not home.exists():
-                    raise
-    return home
+    return home(place, "atom/model_engine")
 
 
 def description() -> str:
-    """Which ATOM it is: its commit, by git or by the name of the archive, and a digest of its Python files."""
-    home, files = unpacked(), hashlib.sha256()
-    for file in sorted((home / "atom").rglob("*.py")):
-        files.update(f"{file.relative_to(home)}\n".encode() + file.read_bytes())
-    return f"ATOM {_commit(home)}, whose Python files have the sha256 {files.hexdigest()[:16]}"
+    """Which ATOM it is: its commit, and a digest of its Python files."""
+    here = unpacked()
+    files = digest(here, ATOM.package)
+    commit = ATOM.commit[:9] if files == ATOM.sha256 else _commit(here)
+    return f"ATOM {commit}, whose Python files have the sha256 {files[:16]}"
 
 
 def _commit(home: Path) -> str:
+    """By git, or by the name of the archive."""
     if (home / ".git").exists():
         ran = subprocess.run(["git", "-C", home, "describe", "--always", "--dirty"], capture_output=True, text=True)
         if not ran.returncode:
@@ -75,7 +56,7 @@ def _commit(home: Path) -> str:
 def why_not_real() -> str | None:
     """Why the real ATOM cannot be imported here, as a sentence; None if it can."""
     if source() is None:
-        return f"ATOM's source is not here: set {VARIABLE}, or have {BESIDE.name} in ../shared/engines"
+        return why_not(ATOM)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return f"ATOM's scheduler needs {', '.join(missing)} (pyzmq is zmq)" if missing else None
 
