@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 from examples.plan import make_trace
 
-from cpu_prefix_cache.tools.cli import main
-from tests.unit.replay.traces import mooncake_lines, write
+from cpu_prefix_cache.tools.cli import main, parser
+from cpu_prefix_cache.tools.plan.curves import outcomes_by_size, sizes_of
+from cpu_prefix_cache.tools.plan.setting import Setting, coded
+from cpu_prefix_cache.tools.replay import replays
+from cpu_prefix_cache.tools.replay.recorded import recorded
+from cpu_prefix_cache.tools.replay.tiers import DeviceTier, HostTier
+from tests.unit.replay.traces import mooncake_lines, random_prompts, trace_of, write
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "sizing.md"
@@ -251,6 +256,52 @@ def test_a_plan_is_made_of_each_kind_of_model(tmp_path, on_load, name):
     assert shares[0] == sorted(shares[0]) and shares[0][-1] >= 10
     has_checkpoints = name not in ("full attention", "a latent")
     assert ("needs no checkpoints to resume" in printed) is not has_checkpoints
+
+
+def test_loads_take_the_time_of_checkpoints_too(tmp_path, run):
+    """Eight loads of a block and a state each, at two rates."""
+    trace, model, out = write(tmp_path / "ten", mooncake_lines(TEN)), tmp_path / "states.json", tmp_path / "out.json"
+    model.write_text(json.dumps(HYBRIDS["states"]))
+    options = ["--model", str(model), "--prefill-rate", "1", "--device-capacity", "96MiB", "--sizes", "8GiB:16GiB"]
+    saved_at = {}
+    for rate in (1, 2):
+        code, printed = run("plan", trace, "--policy", "lru", *options, "--host-rate", str(rate), "--json", str(out))
+        assert code == 0, printed
+        saved_at[rate] = json.loads(out.read_text())["results"][0]["points"][-1]["prefill_seconds_saved"]
+    token, checkpoint = re.search(r"token takes ([\d,]+) bytes .*, a checkpoint ([\d.]+) MiB", printed).groups()
+    each = 512 * int(token.replace(",", "")) + float(checkpoint) * 2**20
+    assert saved_at[2] - saved_at[1] == pytest.approx(8 * each / 1e9 / 2, rel=0.05)
+
+
+def test_a_device_holds_as_many_raw_chunks_beside_a_coded_host(tmp_path):
+    (tmp_path / "states.json").write_text(json.dumps(HYBRIDS["states"]))
+    trace = write(tmp_path / "ten", mooncake_lines(TEN))
+    options = ["--model", str(tmp_path / "states.json"), "--prefill-rate", "1", "--device-capacity", "8GiB"]
+    args = parser().parse_args(["plan", trace, *options])
+    load, sizes = recorded(args)[0], sizes_of(args.sizes)
+    raw, (other, _) = Setting.of(args, load, sizes), coded(args, load, sizes)
+    held = [each.device.capacity / each.planner.host_blocks_per_chunk for each in (raw, other)]
+    assert held[0] == pytest.approx(held[1], rel=0.02) and other.block_bytes != raw.block_bytes
+
+
+def test_memory_without_limit_saves_what_a_size_without_evictions_saves(on_load, tmp_path):
+    out = tmp_path / "plan.json"
+    found = []
+    for sizes in ("64GiB:128GiB", "64GiB:64TiB"):
+        on_load("plan", *WITH_DEVICE, "--policy", "lru", "--sizes", sizes, "--json", str(out))
+        written = json.loads(out.read_text())
+        found.append((written["prefill_share_saved_without_limit"], written["results"][0]["points"][-1]))
+    (without, small), (also, large) = found
+    assert without == also == large["prefill_share_saved"] > small["prefill_share_saved"]
+
+
+def test_a_size_that_evicts_a_little_is_no_end_of_the_curve():
+    trace = trace_of(random_prompts(3, 200, "abc", 6))
+    tiers = replays.Tiers(DeviceTier(8), None, None, None)
+    most = trace.different_blocks
+    few, none, more = outcomes_by_size(trace, "lru", [most - 3, most, most + 9], tiers)
+    assert 0 < few.tally.evictions < 9 and few.tally != none.tally == more.tally
+    assert none.tally == replays.replayed(trace, HostTier(most), tiers).tally and not none.tally.evictions
 
 
 def test_a_model_is_known_by_its_name(on_load):

@@ -83,6 +83,14 @@ def test_memory_that_costs_more_than_it_saves_has_no_best_size():
     assert "most money" in tables(cheap) and "most money" not in tables(dear)
 
 
+@pytest.mark.parametrize(("most", "at"), [(0.2, 4), (0.21, 4), (0.22, 5), (0.25, None)])
+def test_the_first_size_that_saves_nine_tenths_of_what_any_memory_would_is_marked(most, at):
+    plan = plan_of(curve("lru", SAVED), most=most)
+    assert plan.enough == at
+    marked = [line for line in tables(plan).splitlines() if "90% of all" in line]
+    assert [line.split("  ")[0] for line in marked] == ([] if at is None else [SIZES[at]])
+
+
 def test_a_load_beyond_one_engine_has_a_note():
     """An engine has two GPUs, and this load keeps 2.02 of them busy; less if they are faster."""
     assert ENGINES_NOTE in tables(MADE)
