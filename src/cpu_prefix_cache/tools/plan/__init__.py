@@ -8,6 +8,7 @@ plan           the curves, the preferred one, its knee
 sentences      three of them, from the knee
 table          what the terminal shows
 page drawing   what the HTML file shows
+plan_json      what --json writes
 plan_command   `cpu-prefix-cache plan`
 
 Replays, rates and money of seconds are those of `tools.replay`; nothing is simulated here.

@@ -9,6 +9,7 @@ Checkpoints of a model with windows, states or local chunks take memory, and hit
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from cpu_prefix_cache.eviction import POLICIES
@@ -79,32 +80,32 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     args, assumed = with_gpu(args)
     trace, made = recorded(args)
-    if not span(trace):
-        raise ConfigurationError(
-            "all requests of this trace have the same time, so the GPUs that they need are not known: take replay, "
-            "which needs no times"
-        )
+    _check_times(trace)
     setting = Setting.of(args, trace, sizes)
     with_codec, no_codec = coded(args, trace, sizes)
     weights = describe_weights(groups_of(args, trace.block_tokens))
     depth = describe_depth(setting.tiers.flops, has_model=args.model is not None)
     described = [*made, describe_trace(trace), weights, depth, assumed, no_codec, describe_rates(setting.rates, trace)]
     print("\n".join(filter(None, described)), flush=True)
-    by_policy = tuple(setting.curve(policy) for policy in policies)
-    preferred = preferred_of(by_policy)
-    variants = [] if with_codec is None else [with_codec.curve(preferred.policy, CODED)]
-    variants.append(setting.curve(preferred.policy, TIER))
-    worth = Worth(trace, setting.rates, setting.device_alone(), args.tp or 1, args.gib_price or 0.0)
-    most = setting.without_limit(preferred).share_saved or 0.0
-    plan = Plan(worth, sizes, most, by_policy, tuple(variants))
+    plan = _planned(args, policies, setting, with_codec)
     print(f"\n{tables(plan)}\n")
     print("\n".join(sentences(plan)))
     if args.html is not None:
         write_text(args.html, page(plan, _title(args, trace), described))
     if args.json is not None:
-        block_bytes = setting.rates.block_bytes
-        write_json(args.json, {**head("plan", trace, block_bytes, setting.tiers.flops, setting.rates), **as_json(plan)})
+        rates = setting.rates
+        write_json(args.json, {**head("plan", trace, rates.block_bytes, setting.tiers.flops, rates), **as_json(plan)})
     return 0
+
+
+def _planned(args: argparse.Namespace, policies: Sequence[str], setting: Setting, with_codec: Setting | None) -> Plan:
+    by_policy = tuple(setting.curve(policy) for policy in policies)
+    preferred = preferred_of(by_policy)
+    variants = [] if with_codec is None else [with_codec.curve(preferred.policy, CODED)]
+    variants.append(setting.curve(preferred.policy, TIER))
+    worth = Worth(setting.trace, setting.rates, setting.device_alone(), args.tp or 1, args.gib_price or 0.0)
+    most = setting.without_limit(preferred).share_saved or 0.0
+    return Plan(worth, setting.sizes, most, by_policy, tuple(variants))
 
 
 def _title(args: argparse.Namespace, trace: Trace) -> str:
@@ -120,3 +121,11 @@ def _check(args: argparse.Namespace) -> None:
     for option in ("html", "json"):
         if (path := getattr(args, option)) is not None:
             check_can_be_written(option, path)
+
+
+def _check_times(trace: Trace) -> None:
+    if not span(trace):
+        raise ConfigurationError(
+            "all requests of this trace have the same time, so the GPUs that they need are not known: take replay, "
+            "which needs no times"
+        )
