@@ -30,7 +30,8 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TRACE",
         help="JSON, plain or .gz: Mooncake (timestamp, input_length, output_length, hash_ids), AIPerf, "
-        "kv-cache-tester, or timestamp and prompt_token_ids or token_ids; `convert` makes them of other logs",
+        "kv-cache-tester, or timestamp and prompt_token_ids or token_ids; `convert` makes them of logs, "
+        "which `plan` reads as they are",
     )
     parser.add_argument(
         "--block-tokens",
