@@ -12,7 +12,7 @@ them while they compute. A write to less than the sample of a tensor, behind tor
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -42,43 +42,57 @@ class Weights:
 
     @torch.inference_mode()
     def _look(self) -> Hashable:
+        modules = _modules(self._model)
         known: list[Hashable] = [self._model.training]  # dropout
         samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for module in self._model.modules():
+        for module in modules:
             known += adapters_of(module)
-            for tensor in _tensors(module):
-                known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
-                if tensor.numel() and not tensor.is_meta:
-                    samples[tensor.device, tensor.dtype].append(_sample(tensor))
+        for tensor in _tensors(modules):
+            known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+            if tensor.numel() and not tensor.is_meta:
+                samples[tensor.device, tensor.dtype].append(_sample(tensor))
         values = (torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in samples.values())
         return tuple(known), tuple(values)
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters of a module itself, and the buffers that a checkpoint has."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            yield from _plain(parameter)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield from _plain(buffer)
+def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """All modules, each once. `modules()` makes a name for each, which takes longer than all else."""
+    found, seen = [model], {model}
+    for module in found:
+        for each in module._modules.values():
+            if each is not None and each not in seen:
+                seen.add(each)
+                found.append(each)
+    return found
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Their own parameters, and the buffers that a checkpoint has."""
+    kept: list[torch.Tensor | None] = []
+    for module in modules:
+        kept += module._parameters.values()
+        if module._buffers:
+            passing = module._non_persistent_buffers_set
+            kept += [buffer for name, buffer in module._buffers.items() if name not in passing]
+    return [tensor for each in kept if each is not None for tensor in _plain(each)]
+
+
+def _plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensor itself, or those that a quantized or distributed one is made of."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain(getattr(tensor, name))
+    if type(tensor) is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor):
+        return (tensor,)
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _plain(getattr(tensor, name))]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Values at equal distances in memory, whatever the tensor's strides."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = tensor.numel()
+    if not tensor.is_contiguous():
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((min(SAMPLE, span),), (max(1, span // SAMPLE),))
 
 
 def adapters_of(module: torch.nn.Module) -> list[Hashable]:
     """Adapters that a layer of PEFT's computes with."""
-    return [repr(vars(module)[name]) for name in ADAPTERS if name in vars(module)]
+    fields = vars(module)
+    return [repr(fields[name]) for name in ADAPTERS if name in fields]
