@@ -83,20 +83,21 @@ class InputReader:
         pads = [0] * len(ids) if mask is None else _pads(ids, mask)
         rows = [self._row(tokens[pad:], pad, others) for tokens, pad in zip(ids.tolist(), pads, strict=True)]
         padding = padding_of(self._model.generation_config)
-        if mask is None and any(padding in row.tokens for row in rows):
+        if mask is None and padding is not None and (ids == padding).any():
             raise PromptRefused(f"the prompt has the padding token {padding}: give the attention_mask, too")
         return rows
 
     def _row(self, tokens: list[int], pad: int, others: Mapping[str, torch.Tensor]) -> Row:
-        found = [at for at, token in enumerate(tokens) if token in self._placeholders]
-        text = set(tokens) - self._placeholders.keys()
+        kinds = set(tokens)
+        text, stand = kinds - self._placeholders.keys(), kinds & self._placeholders.keys()
+        found = [at for at, token in enumerate(tokens) if token in stand] if stand else []
         vocabulary = self._model.config.get_text_config().vocab_size
         if not tokens or not 0 <= min(text, default=0) <= max(text, default=0) < vocabulary:
             raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {vocabulary - 1}")
         if len(tokens) > self._max_model_len:
             raise PromptRefused(f"a prompt of {len(tokens)} tokens is longer than the model's {self._max_model_len}")
         if found and not others:
-            names = _listed({self._placeholders[tokens[at]] for at in found})
+            names = _listed({self._placeholders[token] for token in stand})
             raise PromptRefused(f"the prompt has tokens that stand for other input ({names}): give that input, too")
         if others and (not found or pad):
             raise PromptRefused(
