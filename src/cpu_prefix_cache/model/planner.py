@@ -106,6 +106,7 @@ class HybridChunkPlanner:
         lookahead_tokens = max(group.lookahead_tokens for group in self.groups)
         self.lookahead_chunks = -(-lookahead_tokens // self.grid_tokens)
         self._checkpoint_groups = tuple(at for at, piece in enumerate(self.pieces) if not piece.in_chunk)
+        self._known_needs: dict[int, bool] = {}  # depth -> `needs_checkpoint`, asked for every chunk that is cached
 
     def below(self) -> "HybridChunkPlanner":
         """The planner of a cache whose device is the host pool, with slots as large as host blocks."""
@@ -150,8 +151,11 @@ class HybridChunkPlanner:
 
     def needs_checkpoint(self, depth: int) -> bool:
         """Whether resuming with `depth` chunks present takes more than those chunks."""
-        boundary = self.resumable_chunks(depth) * self.grid_tokens
-        return any(len(self.groups[at].needed(boundary)) for at in self._checkpoint_groups)
+        if (known := self._known_needs.get(depth)) is None:
+            boundary = self.resumable_chunks(depth) * self.grid_tokens
+            known = any(len(self.groups[at].needed(boundary)) for at in self._checkpoint_groups)
+            self._known_needs[depth] = known
+        return known
 
     def checkpoint(self, depth: int) -> tuple[PieceAt, ...]:
         """The pieces of the checkpoint below `depth` chunks: group by group, in token order."""
