@@ -1,8 +1,7 @@
 """Questions about documents, answered by `model.generate` with a HostPrefixCache and without: `make demo`.
 
 The device's blocks hold two documents of six. Each round asks two questions about every document: the first finds it on
-the host, since the device has forgotten it, the second on the device. All answers are compared with those of plain
-`generate`, by their tokens and by the logits of the first one.
+the host, the second on the device. All answers are compared with those of plain `generate`: tokens, and first logits.
 
 Exit status: 0 all agree (in half precision some may not, and are counted), 1 they do not, as with --corrupt they must
 not; 2 it cannot be done, and a sentence gives the reason.
@@ -104,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     encode = tokenizer.encode if tokenizer else lambda text: list(text.encode())
     found = {name: tokens[:MOST] for name in sorted(topics) if len(tokens := encode(topics[name])) >= LEAST}
     texts, answers = dict(list(found.items())[: options.documents]), []
+    if min(options.documents, options.rounds, options.max_new_tokens, len(texts)) < 1:
+        raise PrefixCacheError("nothing to ask: give --documents, --rounds and --max-new-tokens of 1 or more")
     group = {"chunk": 0, "checkpoint": -1}.get(options.corrupt)
     with HostPrefixCache(
         model,

@@ -95,6 +95,9 @@ def test_the_picture_compares_medians():
         (["--device-bytes", "900TiB"], "ask for at most"),
         (["--tier", "file:/nvme"], "file:"),
         (["--model", "/nowhere"], "/nowhere"),
+        (["--documents", "0"], "nothing to ask: give --documents"),
+        (["--rounds", "-1"], "nothing to ask"),
+        (["--max-new-tokens", "0"], "nothing to ask"),
     ],
 )
 def test_a_run_that_cannot_be_ends_with_a_sentence(capsys, options, sentence):
