@@ -307,6 +307,16 @@ def test_an_engine_that_shares_no_prefixes_is_refused(family, options):
         ContinuousPrefixCache(new_manager(model(family), **options), host_bytes="4MiB")
 
 
+def test_a_manager_that_is_refused_is_not_kept_on_its_model():
+    """`generate_batch` would take it for the next batch, whatever that one is given."""
+    of = build_family("llama", hidden=32, layers=2, window=32)
+    with pytest.raises(ConfigurationError, match="HostPrefixCache"):
+        ContinuousPrefixCache(new_manager(of, allow_block_sharing=False), host_bytes="4MiB")
+    assert "_cached_continuous_batching_manager" not in vars(of)
+    with ContinuousPrefixCache(new_manager(of), host_bytes="4MiB"):
+        assert "_cached_continuous_batching_manager" in vars(of)
+
+
 def test_a_second_cache_on_one_manager_is_refused():
     """To close one would end the other."""
     manager = new_manager(model())

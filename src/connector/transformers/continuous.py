@@ -71,8 +71,6 @@ class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
     def __init__(self, manager: Any, *, host_bytes: int | str, **options: Any) -> None:
         warn_if_untested()
         manager.warmup()
-        manager.start()
-        manager.stop(keep_for_next_session=True)  # `generate_batch` takes it
         engine, self._cache = manager.batch_processor, manager.batch_processor.cache
         if CALLS[0] in vars(self._cache):
             raise ConfigurationError("this manager has host memory already: close that ContinuousPrefixCache first")
@@ -81,6 +79,8 @@ class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
             raise ConfigurationError(
                 "give use_async_batching=False; for windows, several ranks or no block sharing take HostPrefixCache"
             )
+        manager.start()
+        manager.stop(keep_for_next_session=True)  # `generate_batch` takes it
         self._scheduler, self._stream = engine.scheduler, engine.inputs_and_outputs.compute_stream
         [self._allocator] = self._cache.cache_allocators.values()
         self._blocks, self._page = Blocks(self._allocator), self._allocator.tokens_per_page
