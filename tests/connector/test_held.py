@@ -1,8 +1,9 @@
-"""Windows and states of a past: copied out as bytes that do not depend on when, and back.
+"""Attention, windows and states of a past: copied out as bytes that do not depend on when, and back.
 
 Poisoned bytes are what nothing may depend on.
 """
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -11,8 +12,7 @@ import torch
 
 from connector.transformers import ModelPast, Past
 from connector.transformers.forward import ForwardPass
-from connector.transformers.layers import first_seen
-from connector.transformers.paged import PagedKV
+from connector.transformers.past import Kept, PastPart
 from cpu_prefix_cache import MisuseError
 from random_models import FAMILIES, tiny
 from tests.connector.running import BLOCK, prompt
@@ -28,37 +28,24 @@ class Bench:
         torch.set_num_threads(1)
         self.model = tiny(family)
         self.past = ModelPast(self.model)
-        self.kv = PagedKV(self.past, 1, BLOCK, self.model.device)
 
     def fresh(self):
-        return Past(self.model.config, self.past, self.kv, BLOCK)
+        return Past(self.model.config, self.past, BLOCK)
 
     @torch.inference_mode()
     def run(self, past, ids, cuts):
         for begin, end in pairwise([past.get_seq_length(), *cuts]):
-            ForwardPass(self.model)(ids[None, begin:end], [begin], past)
+            ForwardPass(self.model)(ids[None, begin:end], begin, past)
         return past
 
     def begun(self, ids, cuts):
         return self.run(self.fresh(), ids, cuts)
 
-    def window(self, past, group):
+    def window(self, past, kept):
         """The blocks that a checkpoint needs where this past ends, each whole, and the first token of them."""
         end = past.get_seq_length()
-        first = first_seen(group.local, end) // BLOCK * BLOCK
-        rows = poisoned((end - first) // BLOCK, BLOCK * group.token_bytes)
-        for row, begin in zip(rows, range(first, end, BLOCK), strict=True):
-            past.snapshot_window(group, begin, begin + BLOCK, row)
-        return rows, first
-
-    def states(self, past):
-        page = poisoned(self.past.states.num_bytes)
-        past.snapshot_states(page)
-        return page
-
-
-def poisoned(*shape):
-    return torch.full(shape, POISON, dtype=torch.uint8)
+        first = kept.first_needed(end, BLOCK)
+        return past.taken(kept, first, end), first
 
 
 @cache
@@ -67,27 +54,18 @@ def bench(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_snapshot_of_a_restored_past_has_the_same_bytes(family):
-    """The bytes that it is restored from may be given to others at once, and begin at any address."""
+def test_rows_taken_of_a_filled_past_are_those_it_was_filled_from(family):
+    """The bytes that it is filled from may be given to others at once."""
     models = bench(family)
     past, again = models.begun(prompt(2), [80]), models.fresh()
-    windows = [models.window(past, group) for group in models.past.locals]
-    states = models.states(past)
-    for group, (blocks, first) in zip(models.past.locals, windows, strict=True):
-        lent = blocks.clone()
-        again.restore_window(group, first, 80, lent)
+    rows = {kept: models.window(past, kept) for kept in models.past.kept}
+    for kept, (taken, _) in rows.items():
+        lent = taken.clone()
+        again.fill(kept, lent, 80)
         lent.fill_(POISON)
-    lent = poisoned(len(states) + 1)
-    lent[1:] = states
-    again.restore_states(lent[1:])
-    lent.fill_(POISON)
-    for group, (blocks, first) in zip(models.past.locals, windows, strict=True):
-        for at, block in enumerate(blocks):
-            begin = first + at * BLOCK
-            again.snapshot_window(group, begin, begin + BLOCK, out := poisoned(len(block)))
-            assert out.equal(block)
-            assert len(blocks) == 1 or not out.equal(blocks[at - 1])
-    assert models.states(again).equal(states)
+    for kept, (taken, first) in rows.items():
+        assert again.taken(kept, first, 80).equal(taken)
+        assert len(taken) == 1 or not taken[1].equal(taken[0])
 
 
 @pytest.mark.parametrize("family", LOCAL)
@@ -111,15 +89,24 @@ def test_where_a_chunk_of_attention_begins_nothing_of_the_last_one_is_needed():
 
 
 def test_parts_stand_layer_by_layer_keys_first():
-    parts = [*bench("gpt_oss").past.locals[0].parts, *bench("bamba").past.states]
+    parts = [*bench("gpt_oss").past.locals[0].parts, *bench("bamba").past.states.parts]
     assert [(part.layer, part.name) for part in parts] == [
         (layer, name) for names in (("keys", "values"), ("conv", "recurrent")) for layer in (0, 2) for name in names
     ]
 
 
 def test_latent_attention_has_keys_and_values_of_different_widths():
-    keys, values = list(bench("deepseek_v3").past.full)[:2]
+    keys, values = bench("deepseek_v3").past.full.parts[:2]
     assert (keys.shape, values.shape) == ((1, 16), (1, 4))
+
+
+def test_a_state_begins_where_its_type_can_be_read():
+    odd = PastPart(0, "conv", 0, (1, 3), torch.bfloat16), PastPart(0, "recurrent", 0, (1, 2), torch.float32)
+    assert [(span.start, span.stop) for _, span in Kept(odd).spans(BLOCK)] == [(0, 6), (8, 16)]
+    rows = torch.full((1, 16), POISON, dtype=torch.uint8)
+    for part, values in Kept(odd).views(rows, BLOCK):
+        values.fill_(1 + part.index)
+    assert rows.view(torch.bfloat16)[0, :3].tolist() == [1, 1, 1] and rows.view(torch.float32)[0, 2:].tolist() == [1, 1]
 
 
 # Misuse
@@ -127,30 +114,33 @@ def test_latent_attention_has_keys_and_values_of_different_widths():
 
 def test_a_block_that_is_no_longer_there_is_not_copied_out():
     models = bench("gemma3")
-    (group,) = models.past.locals
-    past, out = models.begun(prompt(5), [64, 80]), poisoned(BLOCK * group.token_bytes)
-    past.snapshot_window(group, 48, 64, out)
+    (kept,) = models.past.locals
+    past = models.begun(prompt(5), [64, 80])
+    past.taken(kept, 48, 64)
     for first in (16, 80):
         with pytest.raises(MisuseError, match=r"but \[34, 80\) are held"):
-            past.snapshot_window(group, first, first + BLOCK, out)
+            past.taken(kept, first, first + BLOCK)
 
 
-def test_a_window_restored_too_short_is_refused():
+def test_a_window_filled_too_short_is_refused():
     models = bench("gemma3")
-    (group,) = models.past.locals
-    blocks, first = models.window(models.begun(prompt(5), [64]), group)
-    with pytest.raises(MisuseError, match="the tokens from 33 are needed, not 48"):
-        models.fresh().restore_window(group, first + BLOCK, 64, blocks[1:])
+    (kept,) = models.past.locals
+    blocks, _ = models.window(models.begun(prompt(5), [64]), kept)
+    with pytest.raises(MisuseError, match="at 64 more tokens are needed than the last 16"):
+        models.fresh().fill(kept, blocks[1:], 64)
 
 
-def test_bytes_of_another_size_are_refused():
+def test_a_part_that_is_kept_otherwise_is_not_copied_out():
+    for family, kind in (("bamba", "states"), ("llama", "full")):
+        models = bench(family)
+        past, kept = models.begun(prompt(5), [32]), getattr(models.past, kind)
+        part = kept.parts[0]
+        wrong = Kept((replace(part, dtype=torch.float16),))
+        with pytest.raises(MisuseError, match="otherwise than when it was probed"):
+            past.taken(wrong, 0, 32)
+
+
+def test_states_that_nothing_was_computed_of_are_not_copied_out():
     models = bench("bamba")
-    page = poisoned(models.past.states.num_bytes)
     with pytest.raises(MisuseError, match="otherwise than when it was probed"):
-        models.fresh().snapshot_states(page)
-    for wrong in (page[1:], page.view(torch.int8), page[None]):
-        with pytest.raises(MisuseError, match="does not fit"):
-            models.fresh().restore_states(wrong)
-    (group,) = bench("gemma3").past.locals
-    with pytest.raises(MisuseError, match="does not fit"):
-        bench("gemma3").begun(prompt(5), [32]).snapshot_window(group, 0, 16, poisoned(15 * group.token_bytes))
+        models.fresh().taken(models.past.states, 0, 0)

@@ -81,6 +81,12 @@ def test_its_answers_are_those_of_generate(name):
 
 
 @pytest.mark.parametrize("name", TAKEN)
+def test_two_caches_of_one_model_count_their_own_tokens(name):
+    with cache_of(name, max_model_len=96) as made, cache_of(name, max_model_len=96) as another:
+        assert max(from_host(name, each, seed=1) for each in (made, another)) <= 1e-4
+
+
+@pytest.mark.parametrize("name", TAKEN)
 def test_control_a_damaged_piece_shows(name):
     with cache_of(name, max_model_len=96, wrap_copier=lambda *args: CorruptingCopier(*args, loads=None)) as made:
         assert sum(from_host(name, made, seed) > 1e-4 for seed in range(8)) >= 7

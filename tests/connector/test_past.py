@@ -361,7 +361,7 @@ def test_a_past_that_cannot_be_made_leaves_nothing_behind(monkeypatch):
     prompt = document(1, 90)
     with hit_of("gemma3", prompt) as cache:
         with monkeypatch.context() as patch:
-            patch.setattr(Past, "read", lambda *args: 1 / 0)
+            patch.setattr(Past, "fill", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError), cache.past(prompt):
                 pass
         check_at_rest(cache)
@@ -464,3 +464,21 @@ def test_a_model_on_several_devices_is_refused():
     split.lm_head.to("meta")
     with pytest.raises(ConfigurationError, match="several devices"):
         HostPrefixCache(split, host_bytes="8MiB")
+
+
+@families
+def test_other_tokens_of_the_same_number_are_refused(family):
+    """They would be kept under the key of those that the past was made for."""
+    prompt, other = document(1, 90), document(2, 90)
+    with cache_of(family) as cache:
+        for answers in (1, 2):
+            refused = pytest.raises(MisuseError, match=r"behind \d+ tokens the model is given others")
+            with refused, cache.past(row(prompt)) as past:
+                generated(family, other, past_key_values=past, num_return_sequences=answers, num_beams=answers)
+        asked_right(cache, family, prompt)
+        check_at_rest(cache)
+    with hit_of(family, prompt) as cache:
+        refused = pytest.raises(MisuseError, match=r"behind 8[09] tokens the model is given others")
+        with refused, cache.past(row(prompt)) as past:
+            generated(family, [*prompt[:85], *other[85:]], past_key_values=past)
+        check_at_rest(cache)

@@ -61,6 +61,21 @@ def test_rows_of_all_lengths_come_back_from_the_host(family):
         check_at_rest(cache)
 
 
+def test_ids_and_mask_may_be_lists():
+    prompts = of_lengths(100, 64)
+    inputs = padded(prompts)
+    with cache_of("llama") as cache:
+        for hit in (0, 96 + 48):
+            with cache.past(**{name: value.tolist() for name, value in inputs.items()}) as past:
+                ours = generated("llama", past.inputs, past_key_values=past)
+            off, is_same = apart(ours, generated("llama", inputs))
+            assert past.hit_tokens == hit and off <= TOLERANCE and is_same
+        with cache.past(prompts[0], [1] * 100) as past:
+            assert past.hit_tokens == 96 and past.inputs["attention_mask"].shape == (1, 100)
+        with pytest.raises(PromptRefused, match="pad on the left"), cache.past(prompts[0], [[1], [1, 1]]):
+            pass
+
+
 @families
 def test_a_row_and_its_prompt_alone_are_one(family):
     with cache_of(family) as cache:

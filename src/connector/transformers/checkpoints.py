@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from connector.transformers.held import Past
 from connector.transformers.paged import PagedKV
-from connector.transformers.past import LocalGroup, ModelPast
+from connector.transformers.past import ModelPast
 from cpu_prefix_cache.deciding import KVCacheCoordinator, TakenCheckpoints
 
 # So few tokens take hardly longer in one forward pass than in each of two: a checkpoint between them is taken later.
@@ -20,43 +18,23 @@ class PastCheckpoints(TakenCheckpoints):
 
     def __init__(self, past: ModelPast, kv: PagedKV, coordinator: KVCacheCoordinator) -> None:
         super().__init__(coordinator)
-        self._past, self._kv, locals_ = past, kv, iter(past.locals)
-        self._locals: list[LocalGroup | None] = [
-            None if group.is_prefix or group.is_state else next(locals_) for group in kv.groups
-        ]
+        self._past, self._kv, self._grid = past, kv, coordinator.planner.grid_tokens
 
-    def restore(self, past: Past, node: int, boundary: int) -> None:
-        """Restore a fresh past at `boundary` from `node`: a checkpoint, or a chunk if none is needed there."""
-        pieces: dict[int, list[Sequence[int]]] = {}
+    def restore(self, past: Past, chunks: Sequence[int], node: int, boundary: int, room: int) -> None:
+        """Begin a past at `boundary`, out of the blocks of its `chunks` and of `node`: a checkpoint, or a chunk if none
+        is needed there. `room` is for the tokens of full attention to come.
+        """
+        blocks: list[list[int]] = [list(chunks) if kept is self._past.full else [] for kept in self._past.kept]
         if self.are_needed(boundary):
-            places = self._planner.checkpoint(boundary // self._planner.grid_tokens)
-            for at, blocks in zip(places, self._pool.checkpoints.pieces(node), strict=True):
-                pieces.setdefault(at.group, []).append(blocks)
-        for group, local in enumerate(self._locals):
-            found = self._kv.read(pieces.get(group, []), self._num_bytes(group))
-            if local is not None:
-                past.restore_window(local, boundary - len(found) * self._kv.groups[group].block_tokens, boundary, found)
-            elif self._kv.groups[group].is_state:
-                past.restore_states(found[0])
-        past.count(boundary)
+            places = self._planner.checkpoint(boundary // self._grid)
+            for at, piece in zip(places, self._pool.checkpoints.pieces(node), strict=True):
+                blocks[at.group] += piece
+        for kept, held in zip(self._past.kept, blocks, strict=True):
+            past.fill(kept, self._kv.read(held, kept.row_bytes(self._grid)), boundary, room)
 
     def write(self, state: Past, depth: int, node: int) -> None:
         to_write = self._pool.checkpoints.to_write(node)
         for at, blocks in zip(self._planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
-                tokens = self._kv.groups[at.group].block_tokens
-                first = at.chunk * self._planner.grid_tokens + at.block * tokens
-                self._kv.write(blocks, self._snapshot(state, at.group, first, first + tokens))
-
-    def _snapshot(self, past: Past, group: int, first: int, end: int) -> torch.Tensor:
-        piece = torch.empty(self._num_bytes(group), dtype=torch.uint8, device=self._kv.region.device)
-        local = self._locals[group]
-        if local is None:
-            past.snapshot_states(piece)
-        else:
-            past.snapshot_window(local, first, end, piece)
-        return piece
-
-    def _num_bytes(self, group: int) -> int:
-        local = self._locals[group]
-        return self._past.states.num_bytes if local is None else local.token_bytes * self._kv.groups[group].block_tokens
+                first = at.chunk * self._grid
+                self._kv.write(blocks, state.taken(self._past.kept[at.group], first, first + self._grid))

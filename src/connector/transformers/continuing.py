@@ -9,7 +9,7 @@ of the smallest window or attention chunk.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import transformers
@@ -17,9 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.forward import ForwardPass, refusing
 from connector.transformers.held import Past
-from connector.transformers.layers import first_seen
-from connector.transformers.paged import PagedKV
-from connector.transformers.past import LocalGroup, ModelPast
+from connector.transformers.past import Kept, ModelPast
 from cpu_prefix_cache import ConfigurationError
 
 CUT, TAIL = 16, 8
@@ -85,7 +83,7 @@ def _check_continues(model: PreTrainedModel, past: ModelPast, max_model_len: int
 
 def _behind_a_window(past: ModelPast) -> int:
     """The end of the second block behind the smallest window or attention chunk; 0 if none is small enough."""
-    smallest = min((group.local.window_tokens for group in past.locals), default=LARGEST_WINDOW + 1)
+    smallest = min((kept.local.window_tokens for kept in past.kept if kept.local), default=LARGEST_WINDOW + 1)
     return (smallest // BLOCK_TOKENS + 2) * BLOCK_TOKENS if smallest <= LARGEST_WINDOW else 0
 
 
@@ -96,21 +94,13 @@ class _Probe:
         self._compute, self._model, self._past, self._cut = ForwardPass(model), model, past, cut
         self._vocabulary = model.config.get_text_config().vocab_size
         self._ids = torch.arange(cut + TAIL, device=model.device)[None] % self._vocabulary
-        whole = self._compute(self._ids, [0], DynamicCache(config=model.config), last=TAIL)
-        self._whole = whole[0, -TAIL:].float()
-        self._blocks = range(cut // BLOCK_TOKENS)
-        self._kv = PagedKV(past, len(self._blocks), BLOCK_TOKENS, model.device)
-        begun = self._fresh()
-        self._compute(self._ids[:, :cut], [0], begun, last=1)
-        if past.full.num_bytes:
-            begun.write(self._blocks, 0)
-        self._windows = [self._snapshot(begun, group) for group in past.locals]
-        self._states = torch.empty(past.states.num_bytes, dtype=torch.uint8, device=model.device)
-        begun.snapshot_states(self._states)
+        self._whole = self._compute(self._ids, 0, DynamicCache(config=model.config), last=TAIL)[0, -TAIL:].float()
+        self._compute(self._ids[:, :cut], 0, begun := self._fresh(), last=1)
+        self._rows = {kept: begun.taken(kept, kept.first_needed(cut, BLOCK_TOKENS), cut) for kept in past.kept}
 
     def error(self, steps: Sequence[int]) -> float:
         """The largest error of the logits of the last TAIL tokens, in standard deviations, with these `steps`."""
-        logits = self._continued(self._states, steps)
+        logits = self._continued(self._rows, steps)
         return float((logits - self._whole).abs().max() / self._whole.std())
 
     def reads_states(self, tokens: int) -> bool:
@@ -119,21 +109,18 @@ class _Probe:
         Tested for states of convolutions and for the others. It needs no tolerance: in half precision, noise would hide
         a state that is not read.
         """
-        return all(bool(self._continued(page, [tokens]).isnan().any()) for page in self._pages_of_nan())
+        return all(bool(self._continued(rows, [tokens]).isnan().any()) for rows in self._with_nan())
 
-    def _continued(self, states: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+    def _continued(self, rows: Mapping[Kept, torch.Tensor], steps: Sequence[int]) -> torch.Tensor:
         """The logits [tokens, vocabulary] of the next tokens, with `steps` of them in each forward pass: from the cut,
-        with these states, after others were computed.
+        with these rows, after others were computed.
         """
         self._compute_others()
         past, begin, logits = self._fresh(), self._cut, []
-        if self._past.full.num_bytes:
-            past.read(self._blocks)
-        for group, snapshot in zip(self._past.locals, self._windows, strict=True):
-            past.restore_window(group, begin - len(snapshot), begin, snapshot)
-        past.restore_states(states)
+        for kept, each in rows.items():
+            past.fill(kept, each, begin)
         for step in steps:
-            logits.append(self._compute(self._ids[:, begin : begin + step], [begin], past, last=TAIL)[0].float())
+            logits.append(self._compute(self._ids[:, begin : begin + step], begin, past, last=TAIL)[0].float())
             begin += step
         return torch.cat(logits)
 
@@ -141,25 +128,17 @@ class _Probe:
         """Compute two other prompts together: what a model keeps elsewhere than in its cache is theirs then."""
         ids = self._ids[0, : CUT - 1]
         others = torch.stack([ids + 3, 5 * ids + 1]) % self._vocabulary
-        self._compute(others, [0, 0], DynamicCache(config=self._model.config))
+        self._compute(others, 0, DynamicCache(config=self._model.config))
 
     def _fresh(self) -> Past:
-        return Past(self._model.config, self._past, self._kv, BLOCK_TOKENS)
+        return Past(self._model.config, self._past, BLOCK_TOKENS)
 
-    def _snapshot(self, past: Past, group: LocalGroup) -> torch.Tensor:
-        """The tokens that a token at the cut can see, each as a block."""
-        first = first_seen(group.local, self._cut)
-        tokens = torch.empty(self._cut - first, group.token_bytes, dtype=torch.uint8, device=self._ids.device)
-        for row, token in zip(tokens, range(first, self._cut), strict=True):
-            past.snapshot_window(group, token, token + 1, row)
-        return tokens
-
-    def _pages_of_nan(self) -> Iterator[torch.Tensor]:
-        """The states with NaN in those of one name, for each name that there is."""
-        for name in ("conv", "recurrent"):
-            page = self._states.clone()
-            for part, span in self._past.states.spans():
+    def _with_nan(self) -> Iterator[Mapping[Kept, torch.Tensor]]:
+        """The rows with NaN in the states of one name, for each name that there is."""
+        states = self._past.states
+        for name in dict.fromkeys(part.name for part in states.parts):
+            page = self._rows[states].clone()
+            for part, span in states.spans(BLOCK_TOKENS):
                 if part.name == name:
-                    page[span] = NAN
-            if not page.equal(self._states):
-                yield page
+                    page[:, span] = NAN
+            yield {**self._rows, states: page}

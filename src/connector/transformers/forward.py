@@ -1,11 +1,7 @@
-"""One forward pass of a causal model over a past. Models differ in the arguments that they take.
-
-The rows of a past end in the same column. The columns before the first token of a row are hidden by a mask, as
-`model.generate` hides the padding of a batch; where no row has any, there is no mask.
-"""
+"""One forward pass of a causal model over a past without padding. Models differ in the arguments that they take."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,24 +44,20 @@ class ForwardPass:
     def __call__(
         self,
         ids: torch.Tensor,
-        lengths: Sequence[int],
+        begin: int,
         past: Cache,
         last: int = 0,
         others: Mapping[str, torch.Tensor] = NO_OTHERS,
     ) -> torch.Tensor:
-        """Compute the tokens `ids`, [rows, tokens], each row after the `lengths` tokens that `past` has of it.
-        `others` stand for some of them, as images do.
+        """Compute the tokens `ids`, [rows, tokens], after the `begin` tokens that `past` has. `others` stand for some,
+        as images do.
 
         Returns the logits, [rows, tokens, vocabulary]; with `last` most models return those of the last so many tokens
         alone.
         """
-        begins = torch.tensor(lengths, device=ids.device)[:, None]
-        new, columns = ids.shape[1], max(lengths)
         options: dict[str, Any] = {self.past_name: past, **others}
         if self._takes_positions:  # without them some models count from 0 again
-            options["position_ids"] = begins + torch.arange(new, device=ids.device)
-        if min(lengths) < columns:
-            options["attention_mask"] = (torch.arange(columns + new, device=ids.device) >= columns - begins).long()
+            options["position_ids"] = torch.arange(begin, begin + ids.shape[1], device=ids.device).expand_as(ids)
         if self._keeps_logits and last:
             options["logits_to_keep"] = last
         logits: torch.Tensor = self._model(ids, use_cache=True, **options).logits

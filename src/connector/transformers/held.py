@@ -1,8 +1,8 @@
-"""The past of one prompt in transformers' own cache, and what is copied between it and blocks.
+"""The past of one prompt in transformers' own cache, and the rows of bytes that it is filled from and copied into.
 
-    full attention    keys and values of every token, in transformers' layers; copied block by block
-    local attention   the recent tokens, in a WindowLayer, which keeps whole blocks
-    states            in transformers' layers; one page of all states at one position
+    full attention    keys and values of every token, with room for more
+    local attention   the recent tokens, as many as whole blocks take
+    states            all states at one position
 
 Each prompt is brought in as a past of one row. The rows of a batch end in the same column, behind zeros that the
 attention mask of the batch hides. Beams and candidates, which `generate` makes of a row, have its prompt in common.
@@ -18,66 +18,10 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from connector.transformers.layers import first_seen
-from connector.transformers.paged import PagedKV, in_blocks
-from connector.transformers.past import LocalGroup, ModelPast, states_of
-from connector.transformers.snapshots import as_bytes, as_tensor, check_bytes, set_state
+from connector.transformers.past import Kept, ModelPast, PastPart, states_of
 from cpu_prefix_cache import MisuseError
 
 logger = logging.getLogger(__name__)
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """One layer of local attention that keeps whole blocks.
-
-    transformers' own keeps the `window - 1` tokens before the next one; this one up to `block_tokens - 1` more, because
-    a block of a checkpoint has the same bytes whenever it is taken. After `restore`, those out of sight are zeros.
-    """
-
-    def __init__(self, window: int, block_tokens: int) -> None:
-        super().__init__(sliding_window=window)
-        self._kept = window - 1 + block_tokens - 1
-        self._first = 0  # the first token that is not zeros
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.record_past:
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
-            return keys, values
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.cumulative_length += key_states.shape[-2]
-        visible = self.sliding_window - 1 + key_states.shape[-2]
-        before = states_held(self)
-        keys, values = (torch.cat(both, dim=-2) for both in zip(before, (key_states, value_states), strict=True))
-        self.keys, self.values = keys[:, :, -self._kept :], values[:, :, -self._kept :]
-        return keys[:, :, -visible:], values[:, :, -visible:]
-
-    def held(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of K and V of the tokens [first, end), each [tokens, heads, width]. Raises MisuseError for others."""
-        both = states_held(self)
-        begin = self.cumulative_length - both[0].shape[-2]
-        if not max(begin, self._first) <= first < end <= self.cumulative_length:
-            raise MisuseError(
-                f"asked for the tokens [{first}, {end}), but [{max(begin, self._first)}, {self.cumulative_length}) are "
-                "held"
-            )
-        keys, values = (each[0, :, first - begin : end - begin].transpose(0, 1) for each in both)
-        return keys, values
-
-    def restore(self, first: int, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin at position `length` with the tokens [first, length), given as [tokens, heads, width]."""
-        self.lazy_initialization(keys, values)
-        missing = max(0, min(length, self.sliding_window - 1) - len(keys))
-        self.keys, self.values = (_after_zeros(each, missing) for each in (keys, values))
-        self.cumulative_length, self._first = length, first
-
-    def join(self, rows: Sequence[object], columns: int) -> None:
-        """Begin with the windows of these rows, which end in column `columns`. Their blocks are not held any more."""
-        kept = min(columns, self._kept)
-        self.keys, self.values = (_aligned(each, kept) for each in zip(*map(_tokens_of, rows), strict=True))
-        self.cumulative_length = self._first = columns
 
 
 class TokenCount(DynamicLayer):
@@ -101,14 +45,14 @@ class Past(DynamicCache):
     given beside it. It is the argument of one `generate` or of several calls of the model that go on with each other.
     """
 
-    def __init__(self, config: PretrainedConfig, past: ModelPast, kv: PagedKV, block_tokens: int) -> None:
+    def __init__(self, config: PretrainedConfig, past: ModelPast, block_tokens: int) -> None:
         super().__init__(config=config)
         self.hit_tokens = self.device_hit_tokens = 0
-        self._config, self._past, self._kv, self._block_tokens, self._rows = config, past, kv, block_tokens, 1
+        self._config, self.kept, self._block_tokens, self._rows = config, past, block_tokens, 1
         self._begun = 0  # columns when it was handed out
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
-        self._memory: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}  # of a layer: K and V with room; its K
+        self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
         self._goes_on: Callable[[int], object] | None = None  # called once, before the first tokens behind it
         self._count = None if past.has_attention else TokenCount()
         self._keep_whole_blocks()
@@ -116,7 +60,7 @@ class Past(DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
         """A past of its own, of the same prompts of the same cache."""
-        memo |= {id(shared): shared for shared in (self._goes_on, self._kv, self._past)}
+        memo |= {id(shared): shared for shared in (self._goes_on, self.kept)}
         memo[id(self)] = new = Past.__new__(Past)
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
@@ -138,15 +82,13 @@ class Past(DynamicCache):
         first._pads, first._rows = list(pads), len(pasts)
         first.hit_tokens = sum(past.hit_tokens for past in pasts)
         first.device_hit_tokens = sum(past.device_hit_tokens for past in pasts)
-        for index, kept in enumerate(first._past.layers if any(lengths) else ()):
+        for index, layer in enumerate(first.kept.layers if any(lengths) else ()):
             rows = [past.layers[index] for past in pasts]
-            if kept.local is not None:
-                first._window(index).join(rows, columns)
-            if kept.full:
-                keys, values = (_aligned(each, columns, room) for each in zip(*map(_tokens_of, rows), strict=True))
-                first._begin(index, [keys, values], columns)
-            if kept.states:
-                _join_states([past._linear(index) for past in pasts], first._linear(index))
+            if layer.full or layer.local is not None:
+                held = _most(first.layers[index], columns)
+                first._begin(index, _aligned(rows, held, room * layer.full), columns)
+            if layer.states:
+                _join_states(rows, linear(first.layers[index]))
         if first._count is not None:
             first._count.tokens = columns
         return first
@@ -164,7 +106,7 @@ class Past(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._begin_behind(key_states.shape[-2])
+        self.begin_behind(key_states.shape[-2])
         self.repeat(len(key_states))
         if (appended := self._append(layer_idx, key_states, value_states)) is not None:
             return appended
@@ -182,9 +124,19 @@ class Past(DynamicCache):
                 _join_states([layer], layer, rows // self._rows)
         self._rows = rows
 
+    def check(self, ids: torch.Tensor) -> None:
+        """Raise MisuseError if these tokens, [rows, tokens], which come behind, are not those of the prompts."""
+        if (prompts := self.inputs.get("input_ids")) is None:
+            return
+        begin = self.get_seq_length()
+        wanted = prompts[:, begin : begin + ids.shape[1]]
+        if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(len(ids) // len(wanted), 0)):
+            raise MisuseError(
+                f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
+            )
+
     def count(self, tokens: int) -> None:
         """So many tokens come behind, in a past of states alone."""
-        self._begin_behind(tokens)
         if self._count is not None:
             self._count.tokens += tokens
 
@@ -192,116 +144,107 @@ class Past(DynamicCache):
         """How many tokens of a prompt, or of it and its answers, are held."""
         return max(0, self.get_seq_length() - self._pads[prompt])
 
-    def read(self, blocks: Sequence[int], room: int = 0) -> None:
-        """Begin with the tokens of these blocks of full attention, and room for so many behind them."""
-        tokens = len(blocks) * self._block_tokens
-        for index, pools in self._kv.pools.items():
-            self._begin(index, [_gathered(pool, blocks, tokens + room) for pool in pools], tokens)
-
-    def write(self, blocks: Sequence[int], first: int, prompt: int = 0) -> None:
-        """Write the tokens of a prompt from `first` on, as many as they hold, to these blocks of full attention."""
-        ids, tokens = torch.tensor(blocks, device=self._kv.region.device), len(blocks) * self._block_tokens
-        row, column = prompt * (self._rows // len(self._pads)), self._pads[prompt] + first
-        for index, pools in self._kv.pools.items():
-            for pool, held in zip(pools, states_held(self.layers[index]), strict=True):
-                pool[ids] = in_blocks(held[row, :, column : column + tokens], self._block_tokens)
-
-    def snapshot_window(self, group: LocalGroup, first: int, end: int, out: torch.Tensor) -> None:
-        """Write the tokens [first, end) of a local group to `out`, uint8 [(end - first) * group.token_bytes]."""
-        check_bytes(out, (end - first) * group.token_bytes)
-        for part, span in group.parts.spans(end - first):
-            keys, values = self._window(part.layer).held(first, end)
-            out[span] = as_bytes(keys if part.name == "keys" else values)
-
-    def restore_window(self, group: LocalGroup, first: int, length: int, blocks: torch.Tensor) -> None:
-        """Restore the tokens [first, length) of a local group from snapshots of equal size, in order. None of them
-        where an attention chunk begins. Raises MisuseError if the next token can see tokens before `first`.
+    def fill(self, kept: Kept, rows: torch.Tensor, length: int, room: int = 0) -> None:
+        """Begin at `length` with these rows of bytes: of attention the tokens before it, in whole blocks, and of full
+        attention with room for more; or all states. MisuseError if the next token can see others.
         """
-        if first > first_seen(group.local, length):
-            raise MisuseError(f"at {length} the tokens from {first_seen(group.local, length)} are needed, not {first}")
-        tokens = (length - first) // max(len(blocks), 1)
-        states = {}
-        for part, span in group.parts.spans(tokens):
-            values = as_tensor(blocks[:, span], part.dtype) if len(blocks) else blocks.new_empty(0).view(part.dtype)
-            states[part.layer, part.name] = values.view(length - first, *part.shape)
-        for part in group.parts:
-            if part.name == "keys":
-                both = (states[part.layer, name] for name in ("keys", "values"))
-                self._window(part.layer).restore(first, length, *both)
+        known, memories = len(rows) * self._block_tokens, dict[int, list[torch.Tensor]]()
+        if not kept.is_state and length - known > kept.first_needed(length, self._block_tokens):
+            raise MisuseError(f"at {length} more tokens are needed than the last {known}")
+        for part, values in kept.views(rows, self._block_tokens):
+            if part.is_state:
+                _set_state(self.layers[part.layer], part, values[0])
+                continue
+            _, heads, _, width = values.shape
+            held = _most(self.layers[part.layer], length)
+            memory = values.new_empty(1, heads, held + room * (kept.local is None), width)
+            memory[:, :, : held - known] = 0
+            _in_blocks(memory[0, :, held - known : held], self._block_tokens).copy_(values)
+            memories.setdefault(part.layer, []).append(memory)
+        for index, both in memories.items():
+            self._begin(index, both, length)
+        if self._count is not None:
+            self._count.tokens = length
 
-    def snapshot_states(self, out: torch.Tensor) -> None:
-        """Write all states into `out`, uint8 [bytes of the page]. MisuseError for one that is not as it was probed."""
-        check_bytes(out, self._past.states.num_bytes)
-        for part, span in self._past.states.spans():
-            found = {(name, index): state for name, index, state in states_of(self._linear(part.layer))}
-            state = found.get((part.name, part.index))
-            if state is None or (tuple(state[:1].shape), state.dtype) != (part.shape, part.dtype):
-                raise MisuseError(f"layer {part.layer} keeps its {part.name} state otherwise than when it was probed")
-            out[span] = as_bytes(state[:1])
+    def taken(self, kept: Kept, first: int, end: int, prompt: int = 0) -> torch.Tensor:
+        """Rows of bytes: the tokens [first, end) of a prompt, in whole blocks; or all states as they are now."""
+        count = 1 if kept.is_state else (end - first) // self._block_tokens
+        make = torch.zeros if kept.is_state else torch.empty  # between states may be bytes of none
+        rows = make(count, kept.row_bytes(self._block_tokens), dtype=torch.uint8, device=self.kept.device)
+        for part, values in kept.views(rows, self._block_tokens):
+            held = self._state(part) if part.is_state else self._tokens(part, first, end, prompt)
+            if (held.dtype, held.shape) != (values.dtype, values.shape):
+                raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
+            values.copy_(held)
+        return rows
 
-    def restore_states(self, page: torch.Tensor) -> None:
-        """Restore all states from `page`, a snapshot at the position to resume from."""
-        check_bytes(page, self._past.states.num_bytes)
-        for part, span in self._past.states.spans():
-            state = as_tensor(page[span], part.dtype).view(part.shape)
-            set_state(self._linear(part.layer), part.name, part.index, state)
+    def _tokens(self, part: PastPart, first: int, end: int, prompt: int) -> torch.Tensor:
+        """The tokens [first, end) of a prompt, as [blocks, heads, block_tokens, width]."""
+        layer = attention(self.layers[part.layer])
+        held = states_held(layer)[part.name == "values"]
+        begin = layer.get_seq_length() - held.shape[-2]
+        if self._pads[prompt] + first < begin or self.length(prompt) < end:
+            raise MisuseError(f"asked for the tokens [{first}, {end}), but [{begin}, {self.length(prompt)}) are held")
+        row, at = prompt * (self._rows // len(self._pads)), self._pads[prompt] + first - begin
+        return _in_blocks(held[row, :, at : at + end - first], self._block_tokens)
 
-    def _begin(self, index: int, memory: list[torch.Tensor], tokens: int) -> None:
-        """A layer of full attention begins with the first `tokens` tokens in `memory`, and appends the next there."""
-        layer = attention(self.layers[index])
+    def _state(self, part: PastPart) -> torch.Tensor:
+        """A state of the first row."""
+        found = {(name, index): state for name, index, state in states_of(linear(self.layers[part.layer]))}
+        return found.get((part.name, part.index), torch.empty(0))[None, :1]
+
+    def _begin(self, index: int, memory: list[torch.Tensor], length: int) -> None:
+        """An attention layer begins at `length` with K and V in `memory`, and appends the next there if it has room."""
+        layer: Any = attention(self.layers[index])
         if not layer.is_initialized:
             layer.lazy_initialization(*memory)
-        layer.keys, layer.values = (each[:, :, :tokens] for each in memory)
-        self._memory[index] = memory, layer.keys
+        if layer.is_sliding:
+            layer.cumulative_length = length
+        layer.keys, layer.values = (each[:, :, : _most(layer, length)] for each in memory)
+        self._memory[index] = layer.keys, memory
 
-    def _append(
-        self, index: int, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _append(self, index: int, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Append to the memory of a layer, which transformers would copy. None where there is no room, or `generate`
         has chosen, repeated or dropped what is there.
         """
-        memory, held = self._memory.get(index, ([], None))
+        held, memory = self._memory.pop(index, (None, []))
         layer = attention(self.layers[index])
         if held is None or layer.keys is not held:
             return None
-        begin, end = held.shape[-2], held.shape[-2] + key_states.shape[-2]
+        begin, end = held.shape[-2], held.shape[-2] + new[0].shape[-2]
         if end > memory[0].shape[-2]:
             return None
-        for states, new in zip(memory, (key_states, value_states), strict=True):
-            states[:, :, begin:end] = new
+        for states, each in zip(memory, new, strict=True):
+            states[:, :, begin:end] = each
         self._begin(index, memory, end)
         return states_held(layer)
 
-    def _begin_behind(self, tokens: int) -> None:
+    def begin_behind(self, tokens: int) -> None:
+        """So many tokens come behind, perhaps the first."""
         if self._goes_on is not None:
             goes_on, self._goes_on = self._goes_on, None
             goes_on(tokens)
 
     def _keep_whole_blocks(self) -> None:
-        for index, layer in enumerate(self._past.layers):
+        """transformers keeps of a window what the next token sees. So the first block of a checkpoint would be some
+        tokens short, and wrong for another checkpoint that shares it. Masks go by the model's window, not by this.
+        """
+        for index, layer in enumerate(self.kept.layers):
             if layer.local is not None:
-                self.layers[index] = WindowLayer(layer.local.window_tokens, self._block_tokens)
-
-    def _window(self, index: int) -> WindowLayer:
-        layer = self.layers[index]
-        if not isinstance(layer, WindowLayer):
-            raise MisuseError(f"layer {index} has no local attention")
-        return layer
-
-    def _linear(self, index: int) -> LinearAttentionLayer:
-        layer: object = self.layers[index]
-        if not isinstance(layer, LinearAttentionLayer):
-            raise MisuseError(f"layer {index} has no states")
-        return layer
+                self.layers[index] = DynamicSlidingWindowLayer(layer.local.window_tokens + self._block_tokens - 1)
 
 
-def count_tokens(model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
-    """Rows and tokens that `model` is about to compute behind a past. A hook of models that keep states."""
+def before_forward(
+    kept: ModelPast, model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> None:
+    """Rows and tokens that `model` is about to compute behind a past of what is `kept`. A hook of the model."""
     past = next((value for value in options.values() if isinstance(value, Past)), None)
-    if past is not None:
-        rows, tokens = (arguments[0] if arguments else options["input_ids"]).shape
-        past.repeat(rows)
-        past.count(tokens)
+    ids = arguments[0] if arguments else options.get("input_ids")
+    if past is not None and past.kept is kept and ids is not None:
+        past.begin_behind(ids.shape[1])
+        past.check(ids)
+        past.repeat(len(ids))
+        past.count(ids.shape[1])
 
 
 def attention(layer: object) -> CacheLayerMixin:
@@ -318,46 +261,50 @@ def states_held(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _gathered(pool: torch.Tensor, blocks: Sequence[int], columns: int) -> torch.Tensor:
-    """These blocks of [blocks, heads, tokens of one, width], as the beginning of [1, heads, columns, width]."""
-    _, heads, tokens, width = pool.shape
-    memory = pool.new_empty(1, heads, columns, width)
-    out, first = in_blocks(memory[0, :, : len(blocks) * tokens], tokens), blocks[0]
-    if list(blocks) == list(range(first, first + len(blocks))):  # neighbours take three quarters of the time
-        out.copy_(pool[first : first + len(blocks)])
+def linear(layer: object) -> LinearAttentionLayer:
+    if not isinstance(layer, LinearAttentionLayer):
+        raise MisuseError(f"a {type(layer).__name__} has no states")
+    return layer
+
+
+def _set_state(layer: object, part: PastPart, state: torch.Tensor) -> None:
+    if part.name == "conv":
+        linear(layer).update_conv_state(state, part.index)
     else:
-        torch.index_select(pool, 0, torch.tensor(blocks, device=pool.device), out=out)
-    return memory
+        linear(layer).update_recurrent_state(state, part.index)
 
 
-def _tokens_of(layer: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """K and V of one row, [1, heads, tokens, width] each; None of a row without tokens."""
-    return attention(layer).keys, attention(layer).values
+def _most(layer: object, length: int) -> int:
+    """How many tokens a layer of attention holds of so many."""
+    return min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
 
 
-def _aligned(rows: Sequence[torch.Tensor | None], columns: int, room: int = 0) -> torch.Tensor:
-    """The rows with their ends in column `columns`, behind zeros, and room behind it."""
-    held = [row for row in rows if row is not None]
-    _, heads, _, width = held[0].shape
-    joined = held[0].new_zeros(len(rows), heads, columns + room, width)
-    for out, row in zip(joined, rows, strict=True):
-        if row is not None:
-            latest = row[0, :, -columns:]
-            out[:, columns - latest.shape[1] : columns] = latest
+def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """A view of [heads, tokens, width] as blocks have it: [blocks, heads, block_tokens, width]."""
+    return states.unflatten(1, (states.shape[1] // block_tokens, block_tokens)).transpose(0, 1)
+
+
+def _aligned(rows: Sequence[object], columns: int, room: int = 0) -> list[torch.Tensor]:
+    """K and V of layers of one row each, which may have no token: joined, with their ends in column `columns`, behind
+    zeros, and room behind it.
+    """
+    joined: list[torch.Tensor] = []
+    for held in zip(*((attention(row).keys, attention(row).values) for row in rows), strict=True):
+        _, heads, _, width = (like := next(each for each in held if each is not None)).shape
+        joined.append(like.new_zeros(len(rows), heads, columns + room, width))
+        for out, each in zip(joined[-1], held, strict=True):
+            if each is not None:
+                latest = each[0, :, -columns:]
+                out[:, columns - latest.shape[1] : columns] = latest
     return joined
 
 
-def _join_states(rows: Sequence[LinearAttentionLayer], layer: LinearAttentionLayer, times: int = 1) -> None:
+def _join_states(rows: Sequence[object], layer: LinearAttentionLayer, times: int = 1) -> None:
     """Begin `layer`, one of them, with the states of all rows; with zeros, as states begin, for one without tokens.
     Each of them so many times.
     """
-    found = [{(name, index): state for name, index, state in states_of(row)} for row in rows]
+    found = [{(name, index): state for name, index, state in states_of(linear(row))} for row in rows]
     for name, index, state in list(states_of(layer)):
         kept = layer.conv_states if name == "conv" else layer.recurrent_states
         joined = torch.cat([row.get((name, index), torch.zeros_like(state)) for row in found])
         kept[index] = joined.repeat_interleave(times, dim=0)
-
-
-def _after_zeros(states: torch.Tensor, count: int) -> torch.Tensor:
-    """[tokens, heads, width] behind so many tokens of zeros, as [1, heads, tokens, width]."""
-    return torch.cat([states.new_zeros(count, *states.shape[1:]), states]).transpose(0, 1)[None].contiguous()

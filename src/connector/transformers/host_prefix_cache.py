@@ -24,9 +24,9 @@ from connector.transformers.changes import Weights
 from connector.transformers.checkpoints import PUT_OFF_TOKENS, PastCheckpoints
 from connector.transformers.continuing import TAIL, Continuation, check_continues
 from connector.transformers.forward import ForwardPass
-from connector.transformers.held import Past, count_tokens
+from connector.transformers.held import Past, before_forward
 from connector.transformers.identity import Revisions, longest, named
-from connector.transformers.inputs import InputReader, Row, token_ids
+from connector.transformers.inputs import InputReader, Row, in_rows, token_ids
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
 from connector.transformers.steps import copy_all, take_in
@@ -144,7 +144,7 @@ class HostPrefixCache:
         self._revisions = Revisions(model, tier)
         self._host = HostCache(
             PooledDevice(self._pool, hands_out_first=True),
-            self._kv.layout,
+            self._kv.layout(self.planner.groups),
             host_bytes=host,
             max_model_len=self.max_model_len,
             max_step_tokens=min(self.max_model_len, blocks * block_tokens),
@@ -156,8 +156,7 @@ class HostPrefixCache:
         )
         self._host.prepare()
         take_in(self._host)
-        counted = [model] if self._past.states.num_bytes else []
-        self._hooks = [each.register_forward_pre_hook(count_tokens, with_kwargs=True) for each in counted]
+        self._hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
         self._lock = threading.RLock()
         self._weights = Weights(model, self.reset)
         self._resets = self._served = 0
@@ -168,7 +167,7 @@ class HostPrefixCache:
     def past(
         self,
         input_ids: torch.Tensor | Sequence[Any],
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Sequence[Any] | None = None,
         *,
         next_use: float | None = None,
         **others: torch.Tensor,
@@ -182,12 +181,13 @@ class HostPrefixCache:
 
         Raises PromptRefused for what is no prompt of the model, and MisuseError after `close`. The model's first call
         with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for more tokens than
-        those behind the past. Other tokens of the same number are not seen, and would be kept under the key of these.
+        those behind the past, or others.
         """
         ids = token_ids(input_ids, self.model.device)
         others = {name: value for name, value in others.items() if value is not None}
-        rows = self._reader.rows(ids, attention_mask, others)
-        inputs = {"input_ids": ids, **({} if attention_mask is None else {"attention_mask": attention_mask}), **others}
+        mask = None if attention_mask is None else in_rows(attention_mask, self.model.device)
+        rows = self._reader.rows(ids, mask, others)
+        inputs = {"input_ids": ids, **({} if mask is None else {"attention_mask": mask}), **others}
         prompts: list[_Prompt] = []
         past: Past | None = None
         try:
@@ -232,8 +232,7 @@ class HostPrefixCache:
             if self._is_closed:
                 return
             self._is_closed = True
-            for hook in self._hooks:
-                hook.remove()
+            self._hook.remove()
             try:
                 self._host.close()
             finally:
@@ -354,13 +353,12 @@ class HostPrefixCache:
         past = self._empty()
         place.begin_behind(prompt.row.behind)
         if place.length:
-            if self._past.full.num_bytes:
-                past.read(place.blocks(), self._room(prompt, place.length))
-            self._checkpoints.restore(past, place.resume_node(), place.length)
+            room = self._room(prompt, place.length)
+            self._checkpoints.restore(past, place.blocks(), place.resume_node(), place.length, room)
         return past
 
     def _empty(self) -> Past:
-        return Past(self.model.config, self._past, self._kv, self.planner.grid_tokens)
+        return Past(self.model.config, self._past, self.planner.grid_tokens)
 
     def _room(self, prompt: _Prompt, columns: int) -> int:
         """Tokens that may come behind so many columns: the rest of the prompt, and some of an answer."""
@@ -397,7 +395,7 @@ class HostPrefixCache:
         if begin < end:
             others = {} if images is None or images.end <= begin else images.up_to(end)
             ids = torch.tensor([prompt.tokens[begin:end]], device=self.model.device)
-            self._forward(ids, [begin], past, last=1, others=others)
+            self._forward(ids, begin, past, last=1, others=others)
 
     # What has been computed
 
@@ -409,8 +407,8 @@ class HostPrefixCache:
             return False
         copy_all(self._host)  # what the new blocks held is stored before it is overwritten
         new, first = place.allocated()
-        if new and self._past.full.num_bytes:
-            past.write(new, first, row)
+        if new and self._past.full.parts:
+            self._kv.write(new, past.taken(self._past.full, first, end, row))
         place.commit(end)
         return True
 

@@ -111,16 +111,24 @@ class InputReader:
 
 def token_ids(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
     """Token ids as a tensor [rows, tokens]."""
+    ids = in_rows(given, device)
+    if not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
+    return ids
+
+
+def in_rows(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Token ids or their mask as a tensor [rows, tokens]."""
     try:
-        ids = torch.as_tensor(given, device=device)
+        values = torch.as_tensor(given, device=device)
     except (TypeError, ValueError) as error:  # rows of different lengths
         raise PromptRefused(
             "token ids are [tokens] or [rows, tokens]: pad on the left, with an attention_mask"
         ) from error
-    ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
-    return ids
+    values = values[None] if values.dim() == 1 else values
+    if values.dim() != 2:
+        raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(values.shape)}")
+    return values
 
 
 def _pads(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:

@@ -31,11 +31,6 @@ NothingLayer: type[Any] = vars(cache_utils).get("DummyLayer", LinearAttentionLay
 Local = WindowGroup | ChunkLocalGroup
 
 
-def first_seen(local: Local, position: int) -> int:
-    """The first token that the token at `position`, or any later one, can see."""
-    return local.needed(position).start
-
-
 @dataclass(frozen=True, slots=True)
 class LayerPast:
     """The state of one layer: nothing, if all are at their defaults.

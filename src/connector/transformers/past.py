@@ -3,11 +3,14 @@
 They are probed with a short forward pass, since configurations do not name them uniformly: latent attention keeps one
 head of two widths, and a state may be float32 in a half-precision model. Bytes are ordered by layer; within a layer K,
 then V, then its states, convolution before recurrent.
+
+    full      K and V of all tokens, in layers of full attention         a row of bytes: a block of tokens,
+    local     those of the recent ones; for each kind and size           part after part, [heads, tokens, width] each
+    states    all states together                                        a row: all of them at one position
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -35,62 +38,75 @@ class PastPart:
     dtype: torch.dtype
 
     @property
+    def is_state(self) -> bool:
+        return self.name in ("conv", "recurrent")
+
+    @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Parts:
-    """Parts that are stored one after the other."""
-
-    def __init__(self, parts: Iterable[PastPart]) -> None:
-        self._parts = tuple(parts)
-        self.num_bytes = sum(part.num_bytes for part in self._parts)
-
-    def __iter__(self) -> Iterator[PastPart]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def spans(self, times: int = 1) -> Iterator[tuple[PastPart, slice]]:
-        """Each part and its span of bytes, if each part is stored for `times` tokens before the next part."""
-        ends = accumulate((times * part.num_bytes for part in self._parts), initial=0)
-        for part, (begin, end) in zip(self._parts, pairwise(ends), strict=True):
-            yield part, slice(begin, end)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalGroup:
-    """All layers with the same kind and size of local attention; `parts` are K and V of one token."""
+class Kept:
+    """Parts that layers of one kind keep. `local` is None of full attention, and of states."""
 
-    local: Local
-    parts: Parts
+    parts: tuple[PastPart, ...]
+    local: Local | None = None
 
     @property
-    def token_bytes(self) -> int:
-        return self.parts.num_bytes
+    def is_state(self) -> bool:
+        return any(part.is_state for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of one token, or of all states."""
+        return self.row_bytes(1)
+
+    def row_bytes(self, tokens: int) -> int:
+        """The bytes of a block of so many tokens, or of all states."""
+        return max((span.stop for _, span in self.spans(tokens)), default=0)
+
+    def spans(self, tokens: int) -> Iterator[tuple[PastPart, slice]]:
+        """Each part, and its bytes in a row. A state begins where its type can be read."""
+        end = 0
+        for part in self.parts:
+            begin = -(-end // part.dtype.itemsize) * part.dtype.itemsize
+            end = begin + part.num_bytes * (1 if part.is_state else tokens)
+            yield part, slice(begin, end)
+
+    def views(self, rows: torch.Tensor, tokens: int) -> Iterator[tuple[PastPart, torch.Tensor]]:
+        """Each part in rows of bytes: [rows, heads, tokens, width], or [rows, *shape] of a state."""
+        for part, span in self.spans(tokens):
+            heads, *width = part.shape
+            shape = part.shape if part.is_state else (heads, tokens, *width)
+            yield part, rows[:, span].view(part.dtype).unflatten(1, shape)
+
+    def first_needed(self, length: int, block_tokens: int) -> int:
+        """The first token of the blocks that hold all that the token at `length`, or a later one, can see."""
+        return 0 if self.local is None else self.local.needed(length).start // block_tokens * block_tokens
 
 
 class ModelPast:
     """Past that a model keeps.
 
-    `layers` lists the states of each layer. `full` are K and V of one token in all layers of full attention, `locals`
-    are groups of local attention (windows of two sizes are two groups), `states` are all states together.
+    `layers` lists the states of each layer. `full`, `locals` (windows of two sizes are two) and `states` are what is
+    kept in them, and `kept` those of them that have parts.
 
     Raises ConfigurationError for layers of an unknown kind, and for attention that keeps no keys and values.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.layers = classify(model)
+        self.layers, self.device = classify(model), model.device
         parts = _probe(model, self.layers)
-        attention = [part for part in parts if part.name in ("keys", "values")]
-        self.full = Parts(part for part in attention if self.layers[part.layer].full)
+        attention = [part for part in parts if not part.is_state]
+        self.full = Kept(tuple(part for part in attention if self.layers[part.layer].full))
         self.locals = tuple(
-            LocalGroup(local, Parts(part for part in attention if self.layers[part.layer].local == local))
+            Kept(tuple(part for part in attention if self.layers[part.layer].local == local), local)
             for local in dict.fromkeys(layer.local for layer in self.layers)
             if local is not None
         )
-        self.states = Parts(part for part in parts if part.name in ("conv", "recurrent"))
+        self.states = Kept(tuple(part for part in parts if part.is_state))
+        self.kept = tuple(kept for kept in (self.full, *self.locals, self.states) if kept.parts)
         self.has_attention = bool(attention)
 
 
@@ -99,7 +115,7 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart
     """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
     with refusing(model):
-        ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), [0], cache)
+        ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), 0, cache)
     if len(cache.layers) > len(layers):
         raise ConfigurationError(
             f"{type(model).__name__} keeps the past of {len(cache.layers)} layers, but its configuration has "

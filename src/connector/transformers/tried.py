@@ -43,7 +43,7 @@ def try_batch(model: PreTrainedModel, empty: Callable[[], Past], left: int) -> N
     alone = torch.cat([_logits(model, row[None]) for row in rows], dim=1)
     pads, pasts = [max(LENGTHS) - len(row) for row in rows], [empty() for _ in rows]
     for row, past in zip(rows, pasts, strict=True):
-        ForwardPass(model)(row[None, :-left], [0], past)
+        ForwardPass(model)(row[None, :-left], 0, past)
     padded = torch.stack([torch.nn.functional.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
     mask = torch.arange(max(LENGTHS), device=model.device) >= torch.tensor(pads, device=model.device)[:, None]
     past = Past.joined(pasts, pads, room=0)
@@ -61,7 +61,7 @@ def try_images(model: PreTrainedModel, tokens: list[int], images: Images) -> Non
     ids = torch.tensor([[*tokens[: images.end], *text[:TAIL]]], device=model.device)
     wanted = _logits(model, ids, **images.up_to(ids.shape[1]))
     past = DynamicCache(config=model.config)
-    ForwardPass(model)(ids[:, : images.end], [0], past, others=images.up_to(images.end))
+    ForwardPass(model)(ids[:, : images.end], 0, past, others=images.up_to(images.end))
     _logits(model, ids[:, images.end :])  # what the model keeps elsewhere is of this prompt then
     _compare(model, "behind images", _logits(model, ids, past_key_values=past), wanted)
 
