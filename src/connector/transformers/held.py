@@ -158,7 +158,8 @@ class Past(DynamicCache):
             _, heads, _, width = values.shape
             held = _most(self.layers[part.layer], length)
             memory = values.new_empty(1, heads, held + room * (kept.local is None), width)
-            memory[:, :, : held - known] = 0
+            if held > known:  # out of sight
+                memory[:, :, : held - known] = 0
             _in_blocks(memory[0, :, held - known : held], self._block_tokens).copy_(values)
             memories.setdefault(part.layer, []).append(memory)
         for index, both in memories.items():

@@ -214,8 +214,7 @@ class HostPrefixCache:
         with self._lock:
             self._check_open()
             revision = self._revisions.renewed()
-            self._pool.reset()
-            self._resets += 1
+            self.forget_device()
             self._weights = Weights(self.model, self.reset)
             self._host.reset(revision)
 
@@ -286,20 +285,23 @@ class HostPrefixCache:
                 past = self._filled(prompt, place)
                 past.hit_tokens, past.device_hit_tokens = place.length, min(on_device, place.length)
                 self._compute_ahead(past, prompt, place)
-                copy_all(self._host)
                 return past
             except BaseException:
                 self._give_up(prompt)  # before its blocks are given back
                 raise
 
     def _compute_ahead(self, past: Past, prompt: _Prompt, place: Placement) -> None:
-        boundaries = self._boundaries(prompt, place.length)
+        """Compute up to the boundaries at which something is to be kept. A model that takes several tokens only from
+        position 0 computes one by one behind them, up to the last.
+        """
+        ends: Sequence[int] = (boundaries := self._boundaries(prompt, place.length))
         if self._continuation is Continuation.TOKENS:
-            self._compute_all_but_one(past, prompt, place, boundaries)
+            ends = range(place.length or max(boundaries, default=1), len(prompt.tokens))
         elif len(prompt.tokens) - place.length <= PUT_OFF_TOKENS:
-            prompt.put_off = boundaries
-        else:
-            self._compute_to(past, prompt, place, boundaries)
+            ends, prompt.put_off = (), boundaries
+        self._compute_to(past, prompt, place, ends, boundaries)
+        if ends:  # a step of its own: what is stored in time depends on how much one hands out
+            copy_all(self._host)
 
     def _give_up(self, prompt: _Prompt) -> None:
         if prompt.is_running:
@@ -373,18 +375,11 @@ class HostPrefixCache:
             kept.update(depth * self.planner.grid_tokens for depth in wanted)
         return sorted(each for each in kept if max(length, prompt.row.behind - 1) < each < len(prompt.tokens))
 
-    def _compute_to(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
-        """Compute the prompt up to each of these boundaries, and keep what is there."""
-        for end in boundaries:
-            self._compute(past, prompt, end)
-            self._keep_checkpoint(past, prompt, place, end)
-
-    def _compute_all_but_one(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
-        """The same, for a model that takes several tokens only from position 0, and then one by one up to the last."""
-        begin = place.length
-        if not begin and len(prompt.tokens) > 1:
-            begin = max(boundaries, default=1)
-        for end in range(begin, len(prompt.tokens)):
+    def _compute_to(
+        self, past: Past, prompt: _Prompt, place: Placement, ends: Sequence[int], boundaries: Sequence[int]
+    ) -> None:
+        """Compute the prompt up to each of these ends, and keep what is there at those that are boundaries."""
+        for end in ends:
             self._compute(past, prompt, end)
             if end in boundaries:
                 self._keep_checkpoint(past, prompt, place, end)
@@ -443,7 +438,7 @@ class HostPrefixCache:
         boundaries = [each for each in prompt.put_off if each <= full]
         if is_kept and boundaries:
             with Placement(self._pool, self._coordinator, prompt.keys, boundaries[0]) as place:
-                self._compute_to(self._filled(prompt, place), prompt, place, boundaries)
+                self._compute_to(self._filled(prompt, place), prompt, place, boundaries, boundaries)
         if is_kept:
             self._report(prompt, full)
 
