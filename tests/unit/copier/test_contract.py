@@ -221,6 +221,22 @@ def test_every_layout_comes_back(build, layout, device_blocks):  # L5.32, S7.49
     assert all((storage == POISON).all() for storage in storages(tensors))  # padding and other blocks
 
 
+@pytest.mark.parametrize(
+    ("layout", "device_blocks", "count"),
+    [("K and V apart", 1, 4), ("K and V side by side", 1, 2), ("K and V side by side", 3, 4), ("padded", 1, 4)],
+)
+def test_parts_that_follow_each_other_in_a_block_are_one_copy(monkeypatch, layout, device_blocks, count):
+    tensors, declare = layouts()[layout]
+    parts, reads = canonical(declare(tensors)), []
+    shapes = shapes_of([parts], [device_blocks], 50)
+    copier = choose_copier(shapes, [parts], poisoned(40, 50), name="reference").copier
+    read = reference._read
+    monkeypatch.setattr(reference, "_read", lambda memory, rows: reads.append(memory) or read(memory, rows))
+    blocks = tuple(range(3 // device_blocks * shapes.pieces[0].host_blocks))
+    copier.copy(Direction.STORE, [GroupCopy(0, blocks, (0, 1, 2))])
+    assert len(reads) == count
+
+
 def test_the_bytes_on_the_host_do_not_depend_on_the_engines_layout_of_k_and_v(build):  # rule 14
     keys, values = [randoms(2, 6, 12, seed=seed) for seed in (1, 2)]
     ways = {
