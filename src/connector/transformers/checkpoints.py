@@ -1,6 +1,7 @@
 """Checkpoints in device blocks: windows and states of a past as plain bytes, written and restored."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from connector.transformers.held import Past
 from connector.transformers.paged import PagedKV
@@ -36,5 +37,6 @@ class PastCheckpoints(TakenCheckpoints):
         to_write = self._pool.checkpoints.to_write(node)
         for at, blocks in zip(self._planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
-                first = at.chunk * self._grid
-                self._kv.write(blocks, state.taken(self._past.kept[at.group], first, first + self._grid))
+                kept = self._past.kept[at.group]
+                take = partial(state.take, kept, first=at.chunk * self._grid)
+                self._kv.write(blocks, kept.row_bytes(self._grid), take)

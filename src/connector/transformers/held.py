@@ -167,17 +167,21 @@ class Past(DynamicCache):
         if self._count is not None:
             self._count.tokens = length
 
-    def taken(self, kept: Kept, first: int, end: int, prompt: int = 0) -> torch.Tensor:
-        """Rows of bytes: the tokens [first, end) of a prompt, in whole blocks; or all states as they are now."""
+    def taken(self, kept: Kept, first: int, end: int) -> torch.Tensor:
+        """Rows of bytes: the tokens [first, end) in whole blocks, or all states as they are now."""
         count = 1 if kept.is_state else (end - first) // self._block_tokens
-        make = torch.zeros if kept.is_state else torch.empty  # between states may be bytes of none
-        rows = make(count, kept.row_bytes(self._block_tokens), dtype=torch.uint8, device=self.kept.device)
+        size = count, kept.row_bytes(self._block_tokens)
+        self.take(kept, rows := torch.zeros(size, dtype=torch.uint8, device=self.kept.device), first)
+        return rows
+
+    def take(self, kept: Kept, rows: torch.Tensor, first: int, prompt: int = 0) -> None:
+        """Fill these rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
+        end = first + len(rows) * self._block_tokens
         for part, values in kept.views(rows, self._block_tokens):
             held = self._state(part) if part.is_state else self._tokens(part, first, end, prompt)
             if (held.dtype, held.shape) != (values.dtype, values.shape):
                 raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
             values.copy_(held)
-        return rows
 
     def _tokens(self, part: PastPart, first: int, end: int, prompt: int) -> torch.Tensor:
         """The tokens [first, end) of a prompt, as [blocks, heads, block_tokens, width]."""

@@ -402,8 +402,9 @@ class HostPrefixCache:
             return False
         copy_all(self._host)  # what the new blocks held is stored before it is overwritten
         new, first = place.allocated()
-        if new and self._past.full.parts:
-            self._kv.write(new, past.taken(self._past.full, first, end, row))
+        if new and (full := self._past.full).parts:
+            take = partial(past.take, full, first=first, prompt=row)
+            self._kv.write(new, full.row_bytes(self.planner.grid_tokens), take)
         place.commit(end)
         return True
 

@@ -7,7 +7,7 @@
 The tokens of one head lie together, as in transformers' cache: a block is copied head by head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,12 +46,18 @@ class PagedKV:
         """Give the memory of the pool back. Nothing can be read or written any more."""
         self.region = self.region.new_empty(0)
 
-    def write(self, blocks: Sequence[int], pieces: torch.Tensor) -> None:
-        """Write pieces, uint8 [pieces, bytes], to these blocks, equally many each. The rest of the last is zeroed."""
-        room = len(blocks) // len(pieces) * self.block_bytes - pieces.shape[1]
-        rows = torch.nn.functional.pad(pieces, (0, room)) if room else pieces
+    def write(self, blocks: Sequence[int], num_bytes: int, fill: Callable[[torch.Tensor], object]) -> None:
+        """Have `fill` write pieces, uint8 [pieces, num_bytes], to these blocks, equally many each. The rest of the last
+        is zeroed.
+        """
+        places, width = self._rows(blocks), self._width(num_bytes)
+        if isinstance(places, slice) and num_bytes == width:
+            fill(self.region[places].view(-1, width))
+            return
+        rows = self.region.new_zeros(len(blocks) * self.block_bytes // width, width)
+        fill(rows[:, :num_bytes])
         # torch writes single bytes four times as slowly
-        self.region.view(torch.int64)[self._rows(blocks)] = rows.view(len(blocks), -1).view(torch.int64)
+        self.region.view(torch.int64)[places] = rows.view(len(blocks), -1).view(torch.int64)
 
     def read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
         """The pieces in these blocks, uint8 [pieces, num_bytes]. It may be a view of the blocks."""
@@ -59,7 +65,11 @@ class PagedKV:
             return self.region.new_empty(0, num_bytes)
         places = self._rows(blocks)
         rows = self.region[places] if isinstance(places, slice) else self.region.index_select(0, places)
-        return rows.view(-1, -(-num_bytes // self.block_bytes) * self.block_bytes)[:, :num_bytes]
+        return rows.view(-1, self._width(num_bytes))[:, :num_bytes]
+
+    def _width(self, num_bytes: int) -> int:
+        """The bytes of the blocks of a piece."""
+        return -(-num_bytes // self.block_bytes) * self.block_bytes
 
     def _rows(self, blocks: Sequence[int]) -> slice | torch.Tensor:
         """Neighbours as a slice, which takes three quarters of the time."""
