@@ -8,7 +8,7 @@ REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
 DOCS_VENV := .venv-docs
 
-.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted package dist test-pythons engines test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist test-pythons engines test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -54,9 +54,15 @@ COUNT ?= 100
 mutants: $(VENV)/installed
 	nice $(BIN)/python -m property_tests.mutants --seed $(SEED) --count $(COUNT)
 
-# The faults of property_tests/planted, each with the tests that must notice it.
+# The faults of property_tests/planted, each with the tests that must notice it: all, those of a list as LISTS, or with
+# DAY=1 to 7 a seventh of them. Those of the vLLM connector need vLLM.
+LISTS ?= $(filter-out %/vllm.toml,$(wildcard property_tests/planted/*.toml))
 planted: $(VENV)/installed
-	nice $(BIN)/python -m property_tests.planted.plant $(filter-out %/vllm.toml,$(wildcard property_tests/planted/*.toml))
+	nice $(BIN)/python -m property_tests.planted.plant $(addprefix --day ,$(DAY)) $(LISTS)
+
+planted-vllm: $(VLLM_VENV)/installed
+	OMP_NUM_THREADS=1 nice $(VLLM_VENV)/bin/python -m property_tests.planted.plant $(addprefix --day ,$(DAY)) \
+		property_tests/planted/vllm.toml
 
 # The wheel and the sdist: built, looked into, the one installed in an empty environment, the other unpacked and tested.
 package: $(VENV)/installed

@@ -2,9 +2,11 @@
 
     python -m property_tests.planted.plant property_tests/planted/*.toml
 
-A list has one table a fault: its name, the file, a text that is there once (`old`), what takes its place (`new`),
-and the tests that notice (`by`: files or single tests as pytest names them, each of which must fail). Faults whose text
-is not there any more are printed, and tests that pass; the exit status is 1 if there are any.
+A list has one table a fault: its name; the function (`scope`, see `scopes.py`); an expression or statements that are
+there once (`old`), however they are laid out; what takes their place (`new`); and the tests that notice (`by`: files or
+single tests as pytest names them, each of which must fail). Faults that are nowhere or in several places are printed,
+and tests that pass; the exit status is 1 if there are any. `--day 3` tries every seventh fault, from the third on, so
+that a week of nights tries all.
 """
 
 import argparse
@@ -17,13 +19,16 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tqdm import tqdm
 
 from property_tests.mutants.trial import search_alike
+from property_tests.planted.scopes import NotOnceError, file_of, put
 
 SHARE = 0.5  # of the examples of property tests: 250 runs of the cache machine
+DAYS = 7
 SECONDS = 120.0  # a fault may wait for ever: a test that has not ended by then has noticed it
 
 
@@ -32,7 +37,7 @@ class Planted:
     """One fault of a list."""
 
     says: str
-    file: str
+    scope: str
     old: str
     new: str
     by: tuple[str, ...]
@@ -41,6 +46,8 @@ class Planted:
 def main() -> None:
     options = _options()
     faults = [fault for path in options.lists for fault in read(path)]
+    if options.day:
+        faults = of_day(faults, options.day)
     chosen = [fault for fault in faults if options.only in fault.says]
     wrong = 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -58,8 +65,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m property_tests.planted.plant", description=__doc__)
     parser.add_argument("lists", type=Path, nargs="+")
     parser.add_argument("--only", default="", help="faults whose words contain this")
+    parser.add_argument("--day", type=int, choices=range(1, DAYS + 1), help="of the week: a seventh of the faults")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the tree")
     return parser.parse_args()
+
+
+def of_day(faults: list[Any], day: int) -> list[Any]:
+    """Every seventh: a week of nights tries each fault once."""
+    return faults[day - 1 :: DAYS]
 
 
 def read(path: Path) -> list[Planted]:
@@ -70,12 +83,13 @@ def read(path: Path) -> list[Planted]:
 
 def complaints(fault: Planted, tree: Path) -> Iterator[str]:
     """Why a fault cannot be planted, or which test does not notice it."""
-    path = tree / fault.file
-    source = path.read_text() if path.exists() else ""
-    if source.count(fault.old) != 1:
-        yield f"{fault.file} has the text {source.count(fault.old)} times"
+    try:
+        path = file_of(tree / "src", fault.scope)
+        source = path.read_text()
+        path.write_text(put(source, fault.scope, fault.old, fault.new))
+    except NotOnceError as error:
+        yield str(error)
         return
-    path.write_text(source.replace(fault.old, fault.new))
     try:
         yield from (f"{test}: {what}" for test in fault.by if (what := _passed(tree, test)))
     finally:

@@ -1,21 +1,25 @@
-"""The script that plants the faults of `property_tests/planted`: its report, and the faults that it lets pass."""
+"""The script that plants the faults of `property_tests/planted`: where it puts them, its report, what it lets pass."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from property_tests.planted.plant import read
+from property_tests.planted.plant import of_day, read
+from property_tests.planted.scopes import NotOnceError, file_of, put
 
 HOME = Path(__file__).parents[3]
+SRC = HOME / "src"
 LISTS = sorted((HOME / "property_tests/planted").glob("*.toml"))
 FAULT = """
 [[fault]]
 says = "{says}"
-file = "src/small.py"
+scope = "small:after"
 old = "{old}"
-new = "return n - 1"
+new = "{new}"
 by = ["{by}"]
 """
 
@@ -24,7 +28,7 @@ by = ["{by}"]
 def tree(tmp_path: Path) -> Path:
     files = {
         "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\npythonpath = ["src"]\n',
-        "src/small.py": "def after(n):\n    return n + 1\n\ndef later(n):\n    return n + 2\n",
+        "src/small.py": "def after(n):\n    return n + 1\n\ndef later(n):\n    return n + 1\n",
         "tests/test_small.py": "from small import after\n\ndef test_after():\n    assert after(1) == 2\n",
         "tests/test_blind.py": "from small import after\n\ndef test_nothing():\n    after(1)\n",
     }
@@ -35,38 +39,123 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def planted(tree: Path, *faults: str) -> subprocess.CompletedProcess[str]:
+def planted(tree: Path, *faults: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     (tree / "list.toml").write_text("".join(faults))
-    command = [sys.executable, "-m", "property_tests.planted.plant", "--root", tree, tree / "list.toml"]
+    command = [sys.executable, "-m", "property_tests.planted.plant", "--root", tree, *options, tree / "list.toml"]
     return subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False)
 
 
+def fault(says: str, by: str, *, old: str = "n + 1", new: str = "n - 1") -> str:
+    return FAULT.format(says=says, by=by, old=old, new=new)
+
+
 def test_a_fault_that_is_noticed_is_not_printed(tree: Path) -> None:
-    done = planted(tree, FAULT.format(says="before", old="return n + 1", by="tests/test_small.py"))
+    done = planted(tree, fault("before", "tests/test_small.py"))
     assert (done.returncode, done.stdout) == (0, "1 faults, 0 complaints\n"), done.stderr
-    assert "n + 1" in (tree / "src/small.py").read_text()
+    assert (tree / "src/small.py").read_text().count("n + 1") == 2
 
 
 def test_faults_unnoticed_or_not_in_the_source_are_printed(tree: Path) -> None:
     done = planted(
         tree,
-        FAULT.format(says="unseen", old="return n + 1", by="tests/test_blind.py"),
-        FAULT.format(says="no such test", old="return n + 1", by="tests/test_none.py"),
-        FAULT.format(says="gone", old="return n + 3", by="tests/test_small.py"),
-        FAULT.format(says="twice", old="return n", by="tests/test_small.py"),
+        fault("unseen", "tests/test_blind.py"),
+        fault("no such test", "tests/test_none.py"),
+        fault("gone", "tests/test_small.py", old="n + 3"),
+        fault("no module", "tests/test_small.py").replace("small:after", "large:after"),
     )
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0].startswith("unseen: tests/test_blind.py: ")
     assert lines[1].startswith("no such test: tests/test_none.py: ")
-    assert lines[2:4] == ["gone: src/small.py has the text 0 times", "twice: src/small.py has the text 2 times"]
+    assert lines[2:4] == ["gone: small:after has `n + 3` 0 times", "no module: 0 modules are named large"]
     assert lines[4] == "4 faults, 4 complaints"
+
+
+def test_a_week_of_nights_tries_every_fault_once(tree: Path) -> None:
+    nights = [of_day(list(range(16)), day) for day in range(1, 8)]
+    assert nights[0] == [0, 7, 14] and sorted(at for night in nights for at in night) == list(range(16))
+    gone = [fault(f"fault {number}", "tests/test_small.py", old="gone") for number in range(9)]
+    lines = planted(tree, *gone, options=["--day", "2"]).stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["fault 1", "fault 8", "2 faults, 2 complaints"]
+
+
+SOURCE = """
+class Box:
+    @property
+    def size(self):
+        return self._size
+
+    @size.setter
+    def size(self, size):
+        if (size  # a comment
+                > self.most):
+            size = self.most
+        self._size = size
+        self.tell(size, f"{size + 1}")
+
+def size(box):
+    def doubled(n):
+        return n * 2
+    return doubled(box.size) * 2 or None
+"""
+
+
+@pytest.mark.parametrize(
+    ("scope", "old", "new", "expected"),
+    [
+        ("box:Box.size", "size > self.most", "True", "if ((True))"),  # neither layout nor comments count
+        ("box:Box.size", "self.tell(size, f'{size + 1}')", "", "        pass"),
+        ("box:Box.size", "self._size = size", "a = 1\nb = 2", "        a = 1\n        b = 2\n"),
+        (
+            "box:Box.size",
+            "if size > self.most:\n    size = self.most\nself._size = size",
+            "pass",
+            "size):\n        pass",
+        ),
+        ("box:size", "doubled(box.size) * 2", "1 or 2", "return (1 or 2) or None"),  # as one operand
+        ("box:size.doubled", "n * 2", "n", "return (n)\n"),
+        ("box:", "n * 2", "n", "return (n)\n"),
+    ],
+)
+def test_a_fault_is_put_where_its_syntax_tree_is(scope: str, old: str, new: str, expected: str) -> None:
+    changed = put(SOURCE, scope, old, new)
+    assert expected in changed and expected not in SOURCE
+    compile(changed, "box.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("scope", "old", "times"),
+    [
+        ("box:Box.size", "self._size", 1),  # what is assigned is another tree than what is read
+        ("box:Box.size", "size", 4),
+        ("box:Box.size", "size + 1", 0),  # in an f-string
+        ("box:Box.size", "n * 2", 0),  # in another function
+        ("box:Box.length", "self._size", 0),
+    ],
+)
+def test_a_fault_is_put_nowhere_unless_there_is_one_place(scope: str, old: str, times: int) -> None:
+    if times == 1:
+        put(SOURCE, scope, old, "0")
+    else:
+        with pytest.raises(NotOnceError, match=f"{times} times"):
+            put(SOURCE, scope, old, "0")
+
+
+def test_a_module_is_named_by_as_much_as_only_it_has(tmp_path: Path) -> None:
+    for file in ("a/plan.py", "b/plan.py", "b/myplan.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    assert file_of(tmp_path, "a.plan:f") == tmp_path / "a/plan.py"
+    assert file_of(tmp_path, "myplan:f") == tmp_path / "b/myplan.py"
+    with pytest.raises(NotOnceError, match="2 modules"):
+        file_of(tmp_path, "plan:f")
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
 def test_every_fault_of_the_lists_can_be_planted_today(path: Path) -> None:
-    for fault in read(path):
-        source = (HOME / fault.file).read_text()
-        assert source.count(fault.old) == 1, fault.says
-        compile(source.replace(fault.old, fault.new), fault.file, "exec")
-        assert fault.by and all((HOME / test.split("::")[0]).exists() for test in fault.by), fault.says
+    for each in read(path):
+        source = (file := file_of(SRC, each.scope)).read_text()
+        changed = put(source, each.scope, each.old, each.new)
+        compile(changed, file, "exec")
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), each.says
+        assert each.by and all((HOME / test.split("::")[0]).exists() for test in each.by), each.says
