@@ -24,19 +24,21 @@ docs: $(DOCS_VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m pytest tests/unit/test_site.py
 
+# All but what is marked `slow`; the property tests search half as far as their files say.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses auto
+	EXAMPLES=0.5 $(BIN)/python -m pytest --numprocesses auto -m 'not slow'
 
 # The tests that run without torch and are not slow: those of the deciding half. Files that are left out are named at the end.
 test-deciding: $(DECIDING_VENV)/installed
 	$(DECIDING_VENV)/bin/python -m pytest -m 'not slow'
 
-# What is slow and strong, by night: the state machines run a million steps, eight times as many as in `make test`,
-# and are led by another seed each time; writers of the file tier are killed 200 times, 20 times in `make test`; kernels
-# are compiled for all alignments and widths; ATOM's scheduler has 600 requests in each of its variants; disks below an
-# engine are frozen and hang for 8 s, and fill up and go.
+# What is slow and strong, by night: the property tests search eight times as far as their files say (the state machines
+# run a million steps), led by another seed each time; what is marked `slow`; writers of the file tier are killed 200
+# times, 20 times in `make test`; kernels are compiled for all alignments and widths; ATOM's scheduler has 600 requests
+# in each of its variants; disks below an engine are frozen and hang for 8 s, and fill up and go.
 test-long: $(VENV)/installed
-	EXAMPLES=8 $(BIN)/python -m pytest property_tests/machines
+	EXAMPLES=8 $(BIN)/python -m pytest property_tests
+	$(BIN)/python -m pytest -m slow tests/unit tests/connector
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests/engines/atom/test_simulation.py

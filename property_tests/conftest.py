@@ -53,5 +53,5 @@ def _counted_steps(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if "EXAMPLES" in os.environ:
-        terminalreporter.write_line(f"{config.stash.get(STEPS, 0):,} steps of state machines")
+    if "EXAMPLES" in os.environ and STEPS in config.stash:  # each worker of xdist counts its own
+        terminalreporter.write_line(f"{config.stash[STEPS]:,} steps of state machines")

@@ -208,8 +208,7 @@ def slow_answer(pool: BlockPool, new: list[bytes], margin: float) -> int:
     return len(coming)
 
 
-@pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=80)
 @given(
     policy=st.sampled_from(["adaptive", "adaptive@2"]),
     seed=st.integers(0, 2**32),

@@ -494,5 +494,11 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert set(order) == {node.number for node in self.model.evictable()} and len(set(order)) == len(order)
 
 
-TestCheckpoints = pytest.mark.slow(CheckpointMachine.TestCase)
-TestCheckpoints.settings = settings(max_examples=750)
+class LongSearch(CheckpointMachine):
+    """The same machine, for which `make test` has no time."""
+
+
+TestCheckpoints = CheckpointMachine.TestCase
+TestCheckpoints.settings = settings(max_examples=150)
+TestCheckpointsForLong = pytest.mark.slow(LongSearch.TestCase)
+TestCheckpointsForLong.settings = settings(max_examples=600)

@@ -447,5 +447,11 @@ class HybridCacheMachine(PrefixCacheMachine):
                 assert not self.needed(self.resumed(prompt)) or prompt in self.kept_on_host()
 
 
-TestHybridCache = pytest.mark.slow(HybridCacheMachine.TestCase)
-TestHybridCache.settings = settings(max_examples=750)
+class LongSearch(HybridCacheMachine):
+    """The same machine, for which `make test` has no time."""
+
+
+TestHybridCache = HybridCacheMachine.TestCase
+TestHybridCache.settings = settings(max_examples=150)
+TestHybridCacheForLong = pytest.mark.slow(LongSearch.TestCase)
+TestHybridCacheForLong.settings = settings(max_examples=600)

@@ -9,7 +9,6 @@ from tests.support.sizes import sizes_of_containers
 from tests.support.story import Engine
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_two_thousand_requests_leave_what_one_thousand_left(mode):
     engine = Engine(mode, device=12, host=20, max_tokens=8)

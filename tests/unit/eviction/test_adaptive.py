@@ -16,7 +16,6 @@ from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from tests.support.story import Shelf, chain
 
 
-@pytest.mark.slow
 def test_conversations_stay_and_one_off_prompts_go():
     """Ten conversations go on every minute; between their turns come three times as many prompts that never return."""
     hits = {policy: share_of_hits(policy) for policy in ("lru", "adaptive")}
