@@ -35,13 +35,14 @@ test-deciding: $(DECIDING_VENV)/installed
 # What is slow and strong, by night: the property tests search eight times as far as their files say (the state machines
 # run a million steps), led by another seed each time; what is marked `slow`; writers of the file tier are killed 200
 # times, 20 times in `make test`; kernels are compiled for all alignments and widths; ATOM's scheduler has 600 requests
-# in each of its variants; disks below an engine are frozen and hang for 8 s, and fill up and go.
-test-long: $(VENV)/installed
+# in each of its variants, vLLM's 3,000; disks below an engine are frozen and hang for 8 s, and fill up and go.
+test-long: $(VENV)/installed $(VLLM_VENV)/installed
 	EXAMPLES=8 $(BIN)/python -m pytest property_tests
 	$(BIN)/python -m pytest -m slow tests/unit tests/connector
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests/engines/atom/test_simulation.py
+	VLLM_REQUESTS=3000 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_stress.py
 	DISK_SECONDS=8 $(BIN)/python -m pytest tests/stores/disk
 	LIES=all $(BIN)/python -m pytest tests/stores/test_lying_servers.py
 

@@ -1,12 +1,16 @@
 """Thousands of requests through vLLM's own scheduler, with everything going wrong that may.
 
-Each test counts what happened, and fails if one of the things it is about did not happen.
+Each test counts what happened, and fails if one of the things it is about did not happen. VLLM_REQUESTS is how many
+requests each variant has.
 """
+
+import os
 
 import pytest
 
 from tests.vllm.engine import LOADING, MAX_MODEL_LEN, PREEMPTED, RUNNING, Engine
 
+REQUESTS = int(os.environ.get("VLLM_REQUESTS", "1000"))
 WITH_LITTLE_ROOM = (
     "hit",
     "miss",
@@ -106,7 +110,7 @@ def live_through(engine: Engine, requests: int) -> None:
 def test_no_request_ever_reads_wrong_kv_and_nothing_leaks(tmp_path, ranks, asynchronous, seed, offload, blocks, wanted):
     options = dict(offload=offload, device_blocks=blocks, failure_rate=0.03)
     engine = Engine(tmp_path, ranks=ranks, asynchronous=asynchronous, seed=seed, **options)
-    live_through(engine, requests=3000)
+    live_through(engine, requests=REQUESTS)
     print(sorted(engine.counts.items()), engine.cache.statistics())
     wanted += BESIDE[: 2 if offload == "lazy" else 1] if asynchronous else ()
     missing = [what for what in wanted if not engine.counts[what]]
