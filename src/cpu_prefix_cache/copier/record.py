@@ -109,6 +109,15 @@ class EndOf(Event):
         self._well(ended(self.copy))
         return self.copy.event or Passed()
 
+    def hold(self, hold: Callable[[Event], object]) -> None:
+        """Have compute wait for it: `hold` is given the copier's own event. An error that it meets is a failure."""
+        event = self.submitted()
+        try:
+            hold(event)
+        except Exception as error:
+            note_failure(self.copy, error)
+            self._well(False)
+
     def _well(self, went_well: bool | None) -> bool | None:
         if went_well is False:
             raise CopyFailed(f"transfer {self.copy.transfer.id} has failed")

@@ -94,7 +94,7 @@ class LoadHandle(CopyHandle):
         meanwhile is wrong.
         """
         for end in self._load_ends(is_awaited=True) or ():
-            self._hold(end.submitted())
+            end.hold(self._hold)
 
     def _load_ends(self, is_awaited: bool) -> "Sequence[EndOf] | None":
         """The ends of its transfers; None: they have not begun, and that is not awaited."""

@@ -278,6 +278,17 @@ def test_a_failed_load_is_reported_and_its_keys_are_forgotten():
     engine.host.cache.check_valid()
 
 
+def test_a_load_that_fails_while_compute_waits_is_reported():
+    failing = fails_in(Direction.LOAD)
+    engine = KeyedEngine(wrap_copier=lambda copier, tensors: LateCopier(failing(copier, tensors)))
+    engine.put(PROMPT, ALL)
+    handle = engine.host.load(PROMPT, ELSEWHERE)
+    with pytest.raises(CopyFailed):
+        handle.hold_compute(0)
+    assert not handle.wait() and handle.ok is False
+    assert engine.host.lookup(PROMPT).longest == 0
+
+
 def test_sides_whose_load_has_failed_are_forgotten():
     engine = KeyedEngine(wrap_copier=fails_in(Direction.LOAD))
     engine.put(PROMPT, ALL)
