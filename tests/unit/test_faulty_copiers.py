@@ -31,6 +31,16 @@ class Counting(Copier):
         return NOW
 
 
+class FailsFirst(MeddlingCopier):
+    fails = True
+
+    def copy(self, direction, copies):
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("no luck")
+        return super().copy(direction, copies)
+
+
 @pytest.fixture
 def inner():
     return Counting()
@@ -78,6 +88,17 @@ def test_late_copies_begin_in_their_order(inner):
     first, second = (copier.submit(Direction.LOAD, COPIES, NOW) for _ in range(2))
     second.until_passed()
     assert inner.copies == 2 and first.passed()
+
+
+def test_a_late_copy_that_fails_is_no_failure_of_another(inner):
+    """Else that one would count as ended, and move its bytes later."""
+    copier = LateCopier(FailsFirst(inner))
+    first, second = (copier.submit(Direction.LOAD, COPIES, NOW) for _ in range(2))
+    second.until_passed()
+    assert inner.copies == 1 and second.passed()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            first.passed()
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,11 @@ class LateCopier(MeddlingCopier):
 
     def run_until(self, last: "_Late") -> None:
         while last in self.waiting:
-            late = self.waiting.pop(0)
-            late.end = self.copy(late.direction, late.copies)
+            self.waiting.pop(0).run()
 
 
 class _Late(Event):
-    """The end of a late copy."""
+    """The end of a late copy. Its failure is its own, also where another one's end had it run."""
 
     def __init__(self, copier: LateCopier, direction: Direction, copies: Sequence[GroupCopy]) -> None:
         self.copier = copier
@@ -130,6 +129,13 @@ class _Late(Event):
         self.copies = copies
         self._queries = 0
         self.end: Event = Passed()  # of the copy, once it has begun
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.end = self.copier.copy(self.direction, self.copies)
+        except Exception as error:
+            self.error = error
 
     def unfit(self) -> Sequence[int]:
         return self.end.unfit()
@@ -137,8 +143,11 @@ class _Late(Event):
     def passed(self) -> bool:
         self._queries += 1
         if self._queries > self.copier.queries:
-            self.until_passed()
+            self.copier.run_until(self)
+        if self.error is not None:
+            raise self.error
         return self not in self.copier.waiting
 
     def until_passed(self) -> None:
         self.copier.run_until(self)
+        self.passed()
