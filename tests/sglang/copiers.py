@@ -1,0 +1,33 @@
+"""Copiers with faults in the host cache of a linker."""
+
+from functools import partial
+
+from cpu_prefix_cache.by_keys import KeyedHostCache
+from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.testing import MeddlingCopier
+
+
+class Failing(MeddlingCopier):
+    """Raises in the next copy of one direction, when its bytes have moved."""
+
+    fails: Direction | None = None
+
+    def copy(self, direction, copies):
+        event = super().copy(direction, copies)
+        if direction is self.fails:
+            self.fails = None
+            raise RuntimeError("this copy fails")
+        return event
+
+
+def with_copier(monkeypatch, make, **options):
+    """From now on a linker's host cache has the copier that `make` puts around its own. Those made, in a list."""
+    made = []
+
+    def wrap(copier, tensors):
+        made.append(make(copier, tensors))
+        return made[-1]
+
+    host = partial(KeyedHostCache, wrap_copier=wrap, **options)
+    monkeypatch.setattr("connector.sglang.linker.KeyedHostCache", host)
+    return made

@@ -1,0 +1,112 @@
+"""What SGLang's tree has given up comes back from the host, with the bytes of its own tokens in every layer."""
+
+import pytest
+
+from connector.sglang.layers import LayerWaits
+from cpu_prefix_cache.testing import CorruptingCopier, LateCopier
+from tests.sglang.copiers import with_copier
+from tests.sglang.engine import Engine, server_args
+from tests.sglang.models import KINDS
+
+PROMPT = list(range(100, 150))
+LONGER = [*PROMPT, 1]  # of states, there is one at the end of what was computed
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def left(kind):
+    """The tokens of LONGER that are computed where all of PROMPT is known, which is kept in whole pages."""
+    return len(LONGER) - len(PROMPT) // kind.page_tokens * kind.page_tokens
+
+
+@every_kind
+def test_a_prompt_comes_back_from_the_host(kind):
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        engine.evict()
+        engine.computed = 0
+        engine.run(LONGER)
+        assert engine.computed == left(kind)
+        assert engine.wrong == [] and len(engine.answered) == 2 and engine.held_tokens == 0
+
+
+@every_kind
+def test_what_the_device_has_is_not_loaded(kind):
+    """The tree has the prompt, and the host alone has how it went on."""
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        engine.evict()
+        engine.run(PROMPT[:20])
+        engine.computed = 0
+        engine.run(LONGER)
+        assert engine.computed == left(kind)
+        assert engine.wrong == [] and engine.held_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["full", "mla", "window"])
+def test_what_came_from_the_host_is_not_stored_again(name):
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, KINDS[name])
+        engine.run(PROMPT)
+        before = engine.linker.host.statistics().cache
+        engine.evict()
+        engine.run(LONGER)  # it has no whole page more
+        after = engine.linker.host.statistics().cache
+        assert after.bytes_loaded
+        assert after.bytes_stored == before.bytes_stored
+
+
+@pytest.mark.parametrize(
+    ("name", "group"), [("full", 0), ("mla", 0), ("window", 0), ("window", 1), ("state", 0), ("state", 1), ("all", 2)]
+)
+def test_a_damaged_piece_of_any_kind_is_seen(monkeypatch, name, group):
+    """The control of all stories here. Of a group the last piece is damaged: also of a window all of it is read."""
+    last = slice(-1, None)
+    with_copier(monkeypatch, lambda copier, tensors: CorruptingCopier(copier, tensors, group, blocks=last))
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, KINDS[name])
+        engine.run(PROMPT)
+        engine.evict()
+        engine.run(LONGER)
+        damaged = ("full", "window", "state")[group] if name != "state" else ("full", "state")[group]
+        assert engine.wrong
+        assert {KINDS[name].layers[wrong.layer] for wrong in engine.wrong} == {damaged}
+
+
+@every_kind
+def test_a_layer_waits_until_it_has_come(monkeypatch, kind):
+    with_copier(monkeypatch, LateCopier)
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        engine.evict()
+        engine.run(LONGER)
+        assert engine.wrong == [] and engine.linker.host.statistics().cache.bytes_loaded
+
+
+@every_kind
+def test_a_layer_that_does_not_wait_is_seen(monkeypatch, kind):
+    """The control of the one before."""
+    with_copier(monkeypatch, LateCopier)
+    monkeypatch.setattr(LayerWaits, "wait_until", lambda self, layer: None)
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        engine.evict()
+        for part in (part for group in engine.linker.pools.values() for part in group.parts):
+            part.rows.fill_(0xDD)
+        engine.run(LONGER)
+        assert {wrong.layer for wrong in engine.wrong} == set(range(len(kind.layers)))
+
+
+def test_prompts_of_different_names_do_not_meet():
+    """SGLang's `extra_key` (of an adapter, or given by a client) is part of its hashes."""
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, KINDS["full"])
+        engine.run(PROMPT)
+        engine.evict()
+        engine.computed = 0
+        engine.submit(PROMPT, extra_key="another")
+        engine.drain()
+        assert engine.computed == len(PROMPT)
