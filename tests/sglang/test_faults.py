@@ -20,7 +20,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def check(engine):
-    """What holds where nothing runs."""
+    """Check all that holds where nothing runs."""
     engine.drain()
     engine.linker.host.drain()
     engine.linker.host.cache.check_valid()
@@ -110,7 +110,7 @@ def test_a_client_that_goes_when_half_of_its_prompt_is_computed(kind):
 
 
 @every_kind
-def test_what_was_promised_and_evicted_meanwhile_is_computed(kind):
+def test_a_promise_that_was_evicted_meanwhile_is_computed(kind):
     """SGLang keeps a promise of an earlier round, in which a request was not admitted."""
     with server_args(host_bytes="12KiB") as args:
         engine = Engine(args, kind)

@@ -1,4 +1,4 @@
-"""What SGLang's tree has given up comes back from the host, with the bytes of its own tokens in every layer."""
+"""Pages that SGLang's tree has given up come back from the host, with the bytes of its own tokens in every layer."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_prompt_comes_back_from_the_host(kind):
 
 
 @every_kind
-def test_what_the_device_has_is_not_loaded(kind):
+def test_nothing_is_loaded_that_the_device_has(kind):
     """The tree has the prompt, and the host alone has how it went on."""
     with server_args(host_bytes="1MiB") as args:
         engine = Engine(args, kind)
@@ -45,7 +45,7 @@ def test_what_the_device_has_is_not_loaded(kind):
 
 
 @pytest.mark.parametrize("name", ["full", "mla", "window"])
-def test_what_came_from_the_host_is_not_stored_again(name):
+def test_nothing_is_stored_again_that_came_from_the_host(name):
     with server_args(host_bytes="1MiB") as args:
         engine = Engine(args, KINDS[name])
         engine.run(PROMPT)

@@ -90,7 +90,7 @@ def rank_of(args, kind):
 
 
 def outcome(engine):
-    """What both ranks must have done alike."""
+    """All that both ranks must have done alike."""
     assert engine.wrong == []
     return engine.computed, [each.rid for each in engine.answered], [each.rid for each in engine.aborted]
 
@@ -105,7 +105,7 @@ def rank_main(rank, story, rendezvous, host_bytes, results):
 
 
 def both(story, tmp_path, host_bytes="1MiB"):
-    """What the story returned on each rank."""
+    """The results of the story on each rank."""
     results = FORK.Queue()
     given = (story, tmp_path / "rendezvous", host_bytes, results)
     processes = [FORK.Process(target=rank_main, args=(rank, *given), daemon=True) for rank in range(2)]
@@ -118,7 +118,7 @@ def both(story, tmp_path, host_bytes="1MiB"):
     return returned[0], returned[1]
 
 
-def test_what_one_rank_could_not_store_is_restored_on_none(tmp_path):
+def test_a_prefix_that_one_rank_could_not_store_is_restored_on_none(tmp_path):
     (first, stored), (second, stored_second) = both(a_store_fails_on_one_rank, tmp_path)
     assert first == second and stored > stored_second
     assert first[0] == len(LONGER), "the second rank lacks the beginning"
@@ -129,7 +129,7 @@ def test_a_load_that_fails_on_one_rank_aborts_its_request_on_both(tmp_path):
     assert first == second and aborted == aborted_second == 1
 
 
-def test_what_one_rank_has_no_more_is_computed_on_both(tmp_path):
+def test_a_prefix_that_one_rank_has_no_more_is_computed_on_both(tmp_path):
     assert both(a_promise_is_gone_on_one_rank, tmp_path) == ((len(PROMPT), 0), (len(PROMPT), 0))
 
 

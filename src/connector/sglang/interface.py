@@ -23,7 +23,7 @@ CONTRACT: dict[str, Any] = json.loads(Path(__file__).with_name(f"{TESTED}.json")
 
 
 def lacking() -> Iterator[str]:
-    """What of the contract this SGLang has not, or has in another form."""
+    """The names of the contract that this SGLang has not, or has in another form."""
     linker = _found(CONTRACT["linker"])
     calls = {
         name: list(signature(vars(linker)[name]).parameters) for name in getattr(linker, "__abstractmethods__", ())
