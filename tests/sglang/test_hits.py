@@ -3,10 +3,11 @@
 import pytest
 
 from connector.sglang.layers import LayerWaits
+from cpu_prefix_cache.by_keys import KeyedHostCache
 from cpu_prefix_cache.testing import CorruptingCopier, LateCopier
 from tests.sglang.copiers import with_copier
 from tests.sglang.engine import Engine, server_args
-from tests.sglang.models import KINDS
+from tests.sglang.models import KINDS, WINDOW_TOKENS
 
 PROMPT = list(range(100, 150))
 LONGER = [*PROMPT, 1]  # of states, there is one at the end of what was computed
@@ -98,6 +99,25 @@ def test_a_layer_that_does_not_wait_is_seen(monkeypatch, kind):
             part.rows.fill_(0xDD)
         engine.run(LONGER)
         assert {wrong.layer for wrong in engine.wrong} == set(range(len(kind.layers)))
+
+
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_a_window_is_restored_whole_or_not_at_all(monkeypatch, name):
+    """The host lacks the first page of each window that SGLang would restore."""
+    kind = KINDS[name]
+    kept = WINDOW_TOKENS // kind.page_tokens - 1
+    put = KeyedHostCache.put
+    monkeypatch.setattr(
+        KeyedHostCache, "put", lambda host, keys, blocks: put(host, keys, [blocks[0], blocks[1][-kept:], *blocks[2:]])
+    )
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        engine.evict()
+        engine.computed = 0
+        engine.run(LONGER)
+        assert engine.computed == len(LONGER)
+        assert engine.aborted == [] and engine.wrong == []
 
 
 def test_prompts_of_different_names_do_not_meet():
