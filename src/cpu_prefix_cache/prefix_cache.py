@@ -36,6 +36,7 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
+from cpu_prefix_cache.offload.destinations import check_destinations
 from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.eager import Eager
 from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS, Edge, Ended
@@ -189,19 +190,11 @@ class CPUPrefixCache:
 
         Raises MisuseError for blocks not given by group, too few or too many, null ones, and one named twice.
         """
-        wanted = self.planner.device_blocks(n0 // self.planner.grid_tokens, boundary // self.planner.grid_tokens)
-        if any(isinstance(blocks, int) for blocks in destinations):
-            raise MisuseError(f"destinations are one list of blocks for each group, got {destinations!r}")
-        if [len(blocks) for blocks in destinations] != wanted:
-            raise MisuseError(f"destinations must be {wanted} blocks, got {[len(blocks) for blocks in destinations]}")
-        for group, blocks in zip(self.planner.groups, destinations, strict=True):
-            if self._device.null_block in blocks or len(set(blocks)) != len(blocks):
-                raise MisuseError(f"a destination of group {group.name!r} is null or named twice (rule 7)")
+        check_destinations(self.planner, self._device.null_block, destinations, n0, boundary)
 
     def filling(self) -> dict[int, Hashable | None]:
         """The device blocks that loads fill which no rank, or not every one, has reported; each with its request."""
-        loads = self.edge.ledger.loads.values()
-        return {block: load.request_id for load in loads for copy in load.plan.copies for block in copy.device_blocks}
+        return self.edge.ledger.filling()
 
     def load(self, request_id: Hashable, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
         """Plan the load of an admitted request's tokens [start, boundary), `start` being its n0 rounded down to a
@@ -434,6 +427,10 @@ class CPUPrefixCache:
         """
         here, is_covered = self._device.find_all(keys), self.edge.stores.is_covered
         return [blocks is not None or is_covered(key) for key, blocks in zip(keys, here, strict=True)]
+
+    def may_have(self, key: bytes) -> bool:
+        """Whether the host has this chunk."""
+        return self.pool.find(key) is not None
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""

@@ -54,7 +54,7 @@ class OfferedFile:
             try:
                 self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
                 with self._socket.accept()[0] as taker:
-                    if _user_of(taker) == os.geteuid():
+                    if user_of(taker) == os.geteuid():
                         socket.send_fds(taker, [b"."], [self._file])
                         given += 1
             except TimeoutError as late:
@@ -72,7 +72,7 @@ def take_file(address: str, seconds: float = WAIT_SECONDS) -> int:
         with socket.socket(socket.AF_UNIX) as giver:
             giver.settimeout(seconds)
             giver.connect(f"\0{address}")
-            if _user_of(giver) != os.geteuid():
+            if user_of(giver) != os.geteuid():
                 raise ConfigurationError("the shared region is offered by another user; start all ranks as one user")
             _, files, _, _ = socket.recv_fds(giver, 1, 1)
     except OSError as failed:
@@ -95,7 +95,7 @@ def _memory_file() -> int:
     return os.memfd_create("cpu-prefix-cache", flags)
 
 
-def _user_of(connected: socket.socket) -> int:
+def user_of(connected: socket.socket) -> int:
     """At the other end, by the kernel's word."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])

@@ -177,6 +177,11 @@ class TransferLedger:
         """Stores that are to be committed after this transfer."""
         return self._followers.get(transfer.id, ())
 
+    def filling(self) -> dict[int, Hashable | None]:
+        """The device blocks that loads fill which no rank, or not every one, has reported; each with its request."""
+        loads = self.loads.values()
+        return {block: load.request_id for load in loads for copy in load.plan.copies for block in copy.device_blocks}
+
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
         """The plans that go out now, and the ids of loads that are not to be started any more."""
         if not self._planned and not self._cancelled:
