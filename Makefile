@@ -41,6 +41,7 @@ test-long: $(VENV)/installed $(VLLM_VENV)/installed
 	EXAMPLES=8 $(BIN)/python -m pytest property_tests
 	$(BIN)/python -m pytest -m slow tests/unit tests/connector
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
+	CRASH_KILLS=1000 $(BIN)/python -m pytest tests/unit/keeper/test_kills.py
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests/engines/atom/test_simulation.py
 	VLLM_REQUESTS=3000 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_stress.py

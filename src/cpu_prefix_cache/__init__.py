@@ -19,6 +19,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, Pr
 from cpu_prefix_cache.messages.options import OFFLOAD_MODES
 from cpu_prefix_cache.messages.request import Hit, Miss, Pending
 from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
+from cpu_prefix_cache.node.settings import NodePool
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.queue_device import QueueDevice
 from cpu_prefix_cache.pool.admission import Thresholds
@@ -41,6 +42,7 @@ __all__ = [
     "Miss",
     "MisuseError",
     "MultimodalItem",
+    "NodePool",
     "OFFLOAD_MODES",
     "POLICIES",
     "Pending",

@@ -681,10 +681,10 @@ def test_a_host_of_less_than_a_chunk_is_refused(host_chunks):
 @pytest.fixture
 def driver(monkeypatch):
     """HostCaches have regions that are pinned slice by slice, as its gate opens."""
-    driver, region = SimulatedDriver(), arena.HostArena
+    driver, whole = SimulatedDriver(), arena.HostArena
 
-    def pinned(num_blocks, block_bytes, pinned_for):
-        return region(num_blocks, block_bytes, pinned_for=CUDA, driver=driver, slice_bytes=SLICE)
+    def pinned(num_blocks, block_bytes, pinned_for, region=None):
+        return whole(num_blocks, block_bytes, pinned_for=CUDA, driver=driver, slice_bytes=SLICE)
 
     monkeypatch.setattr(arena, "HostArena", pinned)
     monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)

@@ -141,6 +141,11 @@ class TouchPolicy(EvictionPolicy):
 
     def _take_childless(self, ring: TouchRing, count: int) -> list[int]:
         """The next run of victims in a ring of childless chunks, 1 to `count`; none if all are pinned."""
+        touch = self._next_childless(ring)
+        return [] if touch is None else self._take_run(touch, count)
+
+    def _next_childless(self, ring: TouchRing) -> Touch | None:
+        """The oldest touch of a ring that names a chunk without children and pins."""
         children, pinned = self._forest.children, self._forest.pins.linked
         while (touch := ring.passed.younger) is not ring:
             if children[touch.block]:
@@ -148,8 +153,8 @@ class TouchPolicy(EvictionPolicy):
             elif touch.block in pinned:
                 ring.passed = touch
             else:
-                return self._take_run(touch, count)
-        return []
+                return touch
+        return None
 
     def _take_run(self, touch: Touch, count: int) -> list[int]:
         """The chunk that `touch` names and those above it, up to `count`: unpinned, in its ring, not used since."""

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
+from cpu_prefix_cache.host_cache.decider import Decider
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import HostCacheTier, slots_below
-from cpu_prefix_cache.host_cache.options import check_options
+from cpu_prefix_cache.host_cache.node_pool import JoinedPool
+from cpu_prefix_cache.host_cache.options import check_options, check_pool_options
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
 from cpu_prefix_cache.messages.options import CacheOptions
@@ -25,6 +27,7 @@ from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.node.settings import NodePool
 from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
@@ -68,8 +71,8 @@ class Halves:
         device: Device,
         groups: "Sequence[KVGroup]",
         *,
-        host_bytes: int,
         max_model_len: int,
+        host_bytes: int | None = None,
         chunk_tokens: int | None = None,
         max_step_tokens: int = 8192,
         offload: str = "lazy",
@@ -82,6 +85,7 @@ class Halves:
         strict: bool = False,
         wrap_copier: CopierWrapper | None = None,
         below: Tier | None = None,
+        pool: NodePool | None = None,
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
@@ -90,7 +94,7 @@ class Halves:
 
         check_options(
             device=device,
-            host_bytes=host_bytes,
+            host_bytes=0 if pool is not None and host_bytes is None else host_bytes,
             max_model_len=max_model_len,
             chunk_tokens=chunk_tokens,
             max_step_tokens=max_step_tokens,
@@ -103,6 +107,16 @@ class Halves:
             strict=strict,
             wrap_copier=wrap_copier,
         )
+        if pool is not None:
+            check_pool_options(
+                host_bytes=host_bytes,
+                offload=offload,
+                policy=policy,
+                thresholds=thresholds,
+                checkpoint_interval=checkpoint_interval,
+                min_load_tokens=min_load_tokens,
+                below=below,
+            )
         check_layout(groups, device.num_blocks)
         _check_only_one_behind(device)
         planner = HybridChunkPlanner(
@@ -112,11 +126,15 @@ class Halves:
             in_pages=below is not None,
         )
         check_fits(device, planner)  # as the cache does, but before the region is allocated
-        num_blocks = _num_blocks(planner, host_bytes)
         tensors = [each.tensors for each in groups]
         on = tensors[0][0].device
         is_cuda = on.type == "cuda"
-        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None)
+        self._joined: JoinedPool | None = None
+        if pool is not None:
+            self._joined = JoinedPool(pool, planner, groups)
+        num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
+        region = None if self._joined is None else self._joined.region()
+        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None, region=region)
         copier = choose_copier(
             planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
         ).copier
@@ -145,8 +163,10 @@ class Halves:
                 options=options,
                 engine=engine,
             )
-            self.cache: CPUPrefixCache = tiered
+            self.cache: Decider = tiered
             self._tier = HostCacheTier(below, slots, tiered, groups, self._arena.blocks)
+        elif self._joined is not None:
+            self.cache = self._joined.cache(device, ready_slots=ready, min_load_tokens=min_load_tokens or 0)
         else:
             self.cache = CPUPrefixCache(
                 planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
@@ -158,7 +178,7 @@ class Halves:
             threads=is_cuda if threads is None else threads,
             load_seconds=load_seconds,
         )
-        self._device = device
+        self._device, self._num_blocks = device, num_blocks
         self._destinations = Destinations(self.cache, device, groups, strict=strict)
         self._strict = strict
         self._max_model_len = max_model_len
@@ -234,6 +254,8 @@ class Halves:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
         self._check_usable()
         self._left.append(set())
+        if self._joined is not None:
+            self._joined.passed()
         self._worker.run(self.cache.step())
         if self._tier is not None:
             self._tier.run()
@@ -284,10 +306,11 @@ class Halves:
         check_identity(None, revision, None)
         self._check_usable()
         self._keys = dict.fromkeys(self._keys, ())
-        if self._tier is None:
+        named = self._tier or self._joined
+        if named is None:
             self.cache.reset()
         else:
-            self._tier.reset(revision)
+            named.reset(revision)
 
     def close(self) -> None:
         """Wait for copies under way, write to the tier what only the host has, and give the host region back.
@@ -300,6 +323,8 @@ class Halves:
             self._tier.flush(self._step_at_rest)
             self._tier.close()
         self._worker.close()
+        if self._joined is not None:
+            self._joined.close()
         self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -310,7 +335,7 @@ class Halves:
 
     @property
     def _host_bytes(self) -> int:
-        return self.cache.pool.capacity * self.cache.planner.host_block_bytes
+        return self._num_blocks * self.cache.planner.host_block_bytes
 
     @property
     def _ready_bytes(self) -> int:
@@ -381,7 +406,7 @@ class Halves:
         """Whether the device has this chunk. Or the host: an index that knows one block of a key may have known that of
         another request, which was evicted meanwhile.
         """
-        return self._device.find(key) is not None or self.cache.pool.find(key) is not None
+        return self._device.find(key) is not None or self.cache.may_have(key)
 
     def _had_twin(self, key: bytes, chunks: int) -> bool:
         """Whether a request that ended lately had this chunk, number `chunks`. Then the device may have known that
@@ -401,7 +426,8 @@ class Halves:
         check_tokens("num_tokens", num_tokens, self._max_model_len)
         check_tokens("on_device", on_device, num_tokens)
         grid = self.cache.planner.grid_tokens
-        check_keys(keys, num_tokens, grid, persist=self._tier is not None, every=self._strict)
+        outlives = self._tier is not None or self._joined is not None
+        check_keys(keys, num_tokens, grid, persist=outlives, every=self._strict)
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:
         for id, num_tokens in tokens.items():
@@ -450,8 +476,8 @@ def _is_taken(device: Device) -> bool:
     return cache is not None and not cache._is_closed and cache._process == os.getpid()
 
 
-def _num_blocks(planner: HybridChunkPlanner, host_bytes: int) -> int:
-    num_blocks = host_bytes // planner.host_block_bytes
+def _num_blocks(planner: HybridChunkPlanner, host_bytes: int | None) -> int:
+    num_blocks = (host_bytes or 0) // planner.host_block_bytes
     least = planner.fewest_blocks
     if num_blocks < least:
         raise ConfigurationError(

@@ -41,6 +41,9 @@ class HostCache(Halves):
     `below` is a tier for what host memory cannot hold, of files or of a store that machines share (docs/tiers.md); then
     keys are sha256 digests.
 
+    With `pool`, a NodePool, all engines of the node share one pool, which a keeper has (docs/keeper.md): there is no
+    `host_bytes`, and `offload` is "eager". The first `start` of a request is then answered Pending, for a step.
+
     All calls are made in one process, and raise MisuseError in a fork, and after `close`; a `with` closes it.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cpu_prefix_cache.host_cache.node_pool import layouts_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
@@ -140,5 +141,4 @@ def slots_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> i
 
 
 def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":
-    layouts = {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}
-    return below.namespace(planner, dtype="in each group's layout", ranks=1, extra=layouts)
+    return below.namespace(planner, dtype="in each group's layout", ranks=1, extra=layouts_of(groups))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import is_whole
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.pool.admission import Thresholds
+from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 
 
 class _Kind(NamedTuple):
@@ -57,3 +57,21 @@ def check_options(**given: object) -> None:
     for name, value in given.items():
         if not _OPTIONS[name].has(value):
             raise ConfigurationError(f"{name} must be {_OPTIONS[name].words}, got {value!r}")
+
+
+def check_pool_options(**given: object) -> None:
+    """Raise ConfigurationError for the first option that an engine does not choose in the pool of a node."""
+    usual = {
+        "offload": "eager",
+        "policy": "lru",
+        "thresholds": NO_THRESHOLDS,
+        "min_load_tokens": given["min_load_tokens"],
+    }
+    for name, value in given.items():
+        if value != usual.get(name):
+            raise ConfigurationError(
+                f"with a pool {name} must be {usual.get(name)!r}, got {value!r}: how large it is, and what leaves it, "
+                "is the keeper's choice, and what is computed is stored at once"
+            )
+    if given["min_load_tokens"] is None:
+        raise ConfigurationError("with a pool min_load_tokens must be a number: no rate is measured for it")

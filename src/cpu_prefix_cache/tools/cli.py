@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 from cpu_prefix_cache import __version__
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.tools.bench import bench_command
+from cpu_prefix_cache.tools.keep import keep_command
 from cpu_prefix_cache.tools.plan import plan_command
 from cpu_prefix_cache.tools.replay import convert_command, replay_command
 
 NAME = "cpu-prefix-cache"
-COMMANDS = (plan_command, replay_command, bench_command, convert_command)
+COMMANDS = (plan_command, replay_command, bench_command, convert_command, keep_command)
 EPILOG = """\
 examples:
   cpu-prefix-cache plan TRACE --model config.json --gpu h200           how much memory to buy: curve, knee, GPUs saved
@@ -23,6 +24,7 @@ examples:
   cpu-prefix-cache replay TRACE --model config.json --tflops 600 --gpu-price 3      what does it save?
   cpu-prefix-cache convert requests.jsonl --tokenizer FOLDER --out TRACE            a trace of your own server
   cpu-prefix-cache bench                                               how fast are copies on this machine?
+  cpu-prefix-cache keep --host-bytes 512GiB --socket /run/kv/kv.sock   one pool for the engines of this node
 
 docs: docs/traces.md (how to get a trace), docs/policies.md (which policy), docs/tiers.md (a disk below host memory)
 """

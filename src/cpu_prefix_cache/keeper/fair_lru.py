@@ -1,0 +1,63 @@
+"""Least recently used over all engines, but an engine with more than half of the pool pays for what comes.
+
+    all have about as much       the oldest chunk of all goes first: plain LRU
+    engine 3 floods the pool     from half of it on, what it used longest ago goes; the others keep what they have
+
+A chunk is counted for the engine that used it last, and stands in a ring of touches of that engine (touches.py). Chunks
+of engines that have left go by their age, and one that is alone has no limit.
+
+A smaller limit costs hits where engines are equal: of prompts that are large beside the pool, an engine now and then
+has several times its equal part (docs/keeper.md).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from cpu_prefix_cache.eviction.lru import Lru
+from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy
+from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.messages.choice import Victims
+
+MOST_ENGINES = 64
+
+
+class FairLru(Lru):
+    """See EvictionPolicy. `present` are the numbers of the engines that share `capacity` chunks."""
+
+    def __init__(self, forest: Forest, capacity: int) -> None:
+        TouchPolicy.__init__(self, forest, rings=MOST_ENGINES + 1)
+        self._capacity = capacity
+        self._ring = self._rings[0]
+        self.present: set[int] = set()
+
+    def serve(self, engine: int) -> None:
+        """From now on this engine uses, and adds."""
+        self._ring = self._rings[engine]
+
+    def held(self, engine: int) -> int:
+        """How many chunks are counted for an engine."""
+        return self._rings[engine].size
+
+    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+        rings = [ring for ring in self._rings if ring.size]
+        for ring in rings:
+            ring.passed = ring
+        victims: list[int] = []
+        while len(victims) < count:
+            oldest = [touch for ring in rings if (touch := self._next_childless(ring)) is not None]
+            above = [touch for touch in oldest if self._excess(touch) > 0]
+            touch = min(above or oldest, key=lambda each: each.stamp, default=None)
+            if touch is None:
+                break
+            most = count - len(victims)
+            run = self._take_run(touch, min(most, self._excess(touch)) if above else most)
+            self._evict_run(run)
+            victims += run
+        return victims
+
+    def soonest_evicted(self) -> Iterator[int]:
+        """Nothing: there is no tier that would write what leaves."""
+        return iter(())
+
+    def _excess(self, touch: Touch) -> int:
+        """How many chunks its engine has beyond its limit."""
+        return touch.ring.size - (self._capacity // 2 if len(self.present) > 1 else self._capacity)

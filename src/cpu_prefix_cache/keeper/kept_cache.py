@@ -1,0 +1,368 @@
+"""KeptCache: the host cache of an engine whose pool is kept by another process, for all engines of a node.
+
+To an engine it is a CPUPrefixCache that answers Pending more often: nothing is known here, so the keeper is queried.
+
+    lookup     `run` goes to the keeper: Pending, until it has answered or the deadline has passed (questions.py)
+    lookup     what it has is leased for this request: Hit, or Miss
+    load       straight from the keeper's slots; the lease ends with the load
+    computed   the prompt is whole, or the request ends: its chunks are held on the device, `take` goes out (takes.py)
+    step       slots were granted for those that nobody has: they are stored
+    report     they are committed: all engines find them
+
+A reset is another namespace: what was there before is not found any more, and the engines that name the same revision
+meet again.
+
+It takes models whose layers are all full attention, in one group.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from cpu_prefix_cache.keeper.messenger import Messenger
+from cpu_prefix_cache.keeper.protocol import Kind
+from cpu_prefix_cache.keeper.questions import Question, Questions
+from cpu_prefix_cache.keeper.takes import Takes, Write
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
+from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
+from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics, PoolStatistics
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.chain import Chain
+from cpu_prefix_cache.offload.completion import COUNTED, FAILURES_IN_A_ROW
+from cpu_prefix_cache.offload.destinations import check_destinations
+from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.prefix_cache import Resolved
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 0.25  # for which a second request waits for the load of the same chunks (rule 12)
+GROUP = 0  # the only one
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """`known` of its chunks are in the pool, or on their way there."""
+
+    request: Request
+    n0: int
+    known: int
+    question: Question | None  # whose lease its load uses
+    is_stale: bool = False
+    load: LoadTransfer | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Load(LoadTransfer):
+    question: Question | None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Store(Transfer):
+    write: Write
+
+
+class KeptCache:
+    """For an engine whose `device` has blocks as of `planner`, over `num_slots` slots. Of these `ready_slots`, from
+    the first on, may be copied to and from; more as the rank reports them. `namespace_of` gives the namespace of a
+    revision, and of None one that nobody else has.
+
+    After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good.
+
+    Raises ConfigurationError for a model that it does not take.
+    """
+
+    def __init__(
+        self,
+        planner: HybridChunkPlanner,
+        device: Device,
+        messenger: Messenger,
+        *,
+        num_slots: int,
+        ready_slots: int,
+        namespace_of: Callable[[str | None], bytes],
+        min_load_tokens: int = 0,
+    ) -> None:
+        check_takes(planner)
+        self.planner = planner
+        self._min_load_tokens = min_load_tokens
+        self._device, self._messenger, self._namespace_of = device, messenger, namespace_of
+        self._num_slots, self._ready = num_slots, ready_slots
+        self._ledger = TransferLedger(1)
+        self._questions, self._takes = Questions(messenger), Takes(messenger, device)
+        self._running: dict[Hashable, _Running] = {}
+        self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
+        self._ids = count()
+        self._now = 0.0
+        self._epoch = 0
+        self._is_off = False
+        self._failures = Counter[Direction]()
+        self._counts = dict.fromkeys(COUNTED, 0)
+        self._hit_tokens = 0
+
+    # Questions
+
+    def lookup(self, request: Request, n0: int, now: float) -> Answer:
+        """As CPUPrefixCache. The first answer of a request is Pending, unless the pool could add nothing."""
+        self.passed(now)
+        grid = self.planner.grid_tokens
+        findable = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
+        least = n0 + max(1, self._min_load_tokens)
+        if self._is_off or findable * grid < least:
+            return MISS
+        question = self._questions.of(request.id)
+        if question is None:
+            question = self._questions.ask(request.id, next(self._ids), request.keys[:findable], now)
+        if question is None:
+            return MISS
+        if question.slots is None:
+            return Pending(question.deadline)
+        boundary = self._usable(question, n0 // grid) * grid
+        if boundary < least:
+            return MISS
+        loading = self._ledger.loading.get(request.keys[n0 // grid])
+        if loading is not None and now < loading.deadline:
+            return Pending(loading.deadline)
+        return Hit(boundary, self.planner.full_chunks(n0) * grid)
+
+    def check_destinations(self, destinations: Sequence[Sequence[int]], n0: int, boundary: int) -> None:
+        """As CPUPrefixCache."""
+        check_destinations(self.planner, self._device.null_block, destinations, n0, boundary)
+
+    def filling(self) -> dict[int, Hashable | None]:
+        """As CPUPrefixCache."""
+        return self._ledger.filling()
+
+    def boundaries(self, request_id: Hashable) -> list[int]:
+        """None: there are no checkpoints. Raises MisuseError for a request that is not admitted."""
+        self._admitted(request_id)
+        return []
+
+    def may_have(self, key: bytes) -> bool:
+        """Whether the pool may have this chunk. It is not queried."""
+        return True
+
+    # Events
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`, and answers may have come."""
+        self._now = now
+        for connection, message in self._messenger.answers():
+            if message.kind is Kind.RAN:
+                self._questions.answered(connection, message)
+            elif message.kind is Kind.TOOK and (write := self._takes.answered(message)) is not None:
+                self._plan_store(write)
+        self._questions.passed(now)
+        self._takes.passed(now)
+
+    def admit(self, request: Request, n0: int, boundary: int | None = None, now: float | None = None) -> None:
+        """As CPUPrefixCache."""
+        if request.id in self._running:
+            return
+        question = self._questions.take(request.id)
+        known = 0 if question is None or question.slots is None else len(question.slots)
+        if question is not None and boundary is None:
+            self._questions.give_up(question)
+            question = None
+        running = _Running(request, n0, known, question, is_stale=self._is_off or not request.stores)
+        self._running[request.id] = self._prefilling[request.id] = running
+        self._hit_tokens += max(0, (boundary or 0) - n0)
+
+    def load(self, request_id: Hashable, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
+        """As CPUPrefixCache. If another keeper has come since the lookup, the load is planned as failed."""
+        running, grid = self._admitted(request_id), self.planner.grid_tokens
+        start, stop = running.n0 // grid, boundary // grid
+        question, running.question = running.question, None
+        if running.load is not None or question is None:
+            raise MisuseError(f"request {request_id!r} is loading already, or was admitted without a boundary")
+        if boundary % grid or not running.n0 < boundary or stop > self._usable(question, start):
+            raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
+        self.check_destinations(destinations, running.n0, boundary)
+        may_use = self._messenger.begin_use(question.connection)
+        slots = tuple((question.slots or ())[start:stop])
+        copies = (GroupCopy(GROUP, slots, tuple(destinations[GROUP])),) if may_use else ()
+        plan = self._ledger.new_plan(Direction.LOAD, copies, self._num_bytes(copies), failed=not may_use)
+        running.load = _Load(
+            plan,
+            Chain(None, running.request.keys[start:stop]),
+            hold=self._device.hold(destinations[GROUP]),
+            request_id=request_id,
+            deadline=now + LOAD_SECONDS,
+            question=question if may_use else None,
+        )
+        self._ledger.add(running.load)
+        return plan.id
+
+    def due(self) -> list[Hashable]:
+        """The requests whose prompts may be whole by now."""
+        return list(self._prefilling)
+
+    def computed(self, request_id: Hashable, num_tokens: int) -> None:
+        """As CPUPrefixCache. A prompt is stored when it is whole."""
+        running = self._prefilling.get(request_id)
+        if running is not None and running.load is None and num_tokens >= running.request.num_tokens:
+            del self._prefilling[request_id]
+            self._store(running, num_tokens)
+
+    def finished(self, request_id: Hashable, num_tokens: int) -> None:
+        """As CPUPrefixCache, here and in `preempted`."""
+        running = self._running.pop(request_id, None)
+        self._prefilling.pop(request_id, None)
+        if running is not None and running.question is not None:
+            self._questions.give_up(running.question)
+        if running is not None and running.load is None:
+            self._store(running, num_tokens)
+
+    preempted = finished
+
+    def step(self) -> StepPlan:
+        """An engine step begins: what is to be copied after the compute of the steps before."""
+        self._takes.step(self._ids)
+        plans, cancelled = self._ledger.launch()
+        ledger = self._ledger
+        return StepPlan(self._epoch, plans, cancelled, ledger.resolved_below, ledger.take_resolved())
+
+    def catch_up(self) -> None:
+        """Nothing: no plan waits for anything here."""
+
+    def report(self, report: RankReport) -> list[Resolved]:
+        """The rank has finished transfers. Those that end with this report."""
+        self._ready = self._ready if report.ready_blocks is None else report.ready_blocks
+        for id, slots in report.unfit:
+            transfer = self._ledger.get(id)
+            if transfer is not None:
+                transfer.unfit.update(slots)
+        for id in report.late:
+            load = self._ledger.loads.get(id)
+            if load is not None and not load.is_cancelled:
+                self._counts["loads_failed"] += 1
+                self._ledger.cancel(load)
+        landed = list(self._ledger.report(report.rank, report.failed, done=False))
+        landed += self._ledger.report(report.rank, report.done, done=True)
+        return [self._land(transfer) for transfer in landed]
+
+    def reset(self, revision: str | None = None) -> None:
+        """As CPUPrefixCache. Engines that name the same `revision` meet again; without one nobody meets this one."""
+        self._epoch += 1
+        for transfer in list(self._ledger):
+            self._ledger.cancel(transfer)
+        self._takes.reset()
+        self._questions.reset()
+        for running in self._running.values():
+            running.is_stale = True
+        self._prefilling.clear()
+        self._messenger.rename(self._namespace_of(revision))
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether anything is copied, or may soon be. An idle engine keeps stepping until not."""
+        return len(self._ledger) > 0 or len(self._takes) > 0
+
+    def statistics(self) -> CacheStatistics:
+        """Counts of this engine. Only the keeper counts the slots."""
+        loading = len(self._ledger.loads)
+        return CacheStatistics(
+            pool=PoolStatistics(self._num_slots, self._ready, *[0] * 9),
+            running=len(self._running),
+            storing=len(self._ledger) - loading,
+            loading=loading,
+            store_refusals=0,
+            store_declined=0,
+            lost_before_store=0,
+            remembered=0,
+            work=0,
+            hit_tokens=self._hit_tokens,
+            union_misses=0,
+            hints=NO_HINTS,
+            **self._counts,
+        )
+
+    # Details
+
+    def _usable(self, question: Question, start: int) -> int:
+        """Up to which chunk its slots can be copied from, by now."""
+        slots = question.slots or ()
+        if self._ready >= self._num_slots:
+            return len(slots)
+        return next((at for at in range(start, len(slots)) if slots[at] >= self._ready), len(slots))
+
+    def _store(self, running: _Running, num_tokens: int) -> None:
+        """Store the chunks of its first `num_tokens` tokens, beyond those that the pool has."""
+        stop = min(self.planner.full_chunks(num_tokens), len(running.request.keys))
+        if not (running.is_stale or self._is_off) and stop > running.known:
+            keys = running.request.keys[:stop]
+            running.known = self._takes.begin(next(self._ids), keys, running.known, self._now)
+
+    def _plan_store(self, write: Write) -> None:
+        is_ready = max(write.slots) < self._ready
+        if not is_ready or self._is_off or not self._messenger.begin_use(write.take.connection):
+            self._takes.end(write.take, 0)
+            return
+        copies = (GroupCopy(GROUP, tuple(write.slots), tuple(write.blocks)),)
+        plan = self._ledger.new_plan(Direction.STORE, copies, self._num_bytes(copies))
+        self._ledger.add(_Store(plan, Chain(None, write.keys), hold=None, write=write))
+
+    def _num_bytes(self, copies: Sequence[GroupCopy]) -> int:
+        return sum(len(copy.device_blocks) * self.planner.crossing_bytes[GROUP] for copy in copies)
+
+    def _land(self, transfer: Transfer) -> Resolved:
+        """A transfer has ended: nothing reads or writes its blocks and slots any more."""
+        direction = transfer.plan.direction
+        self._ledger.remove(transfer)
+        if isinstance(transfer, _Store):
+            self._land_store(transfer)
+        elif isinstance(transfer, _Load):
+            self._land_load(transfer)
+        if not transfer.is_cancelled and not transfer.plan.failed and not transfer.unfit:
+            self._failures[direction] = 0 if transfer.succeeded else self._failures[direction] + 1
+        if self._failures[direction] >= FAILURES_IN_A_ROW and not self._is_off:
+            logger.error("%d copies have failed in a row: the pool is not used from now on", FAILURES_IN_A_ROW)
+            self._is_off = True
+            self.reset()
+        id = transfer.request_id if isinstance(transfer, _Load) else None
+        return Resolved(transfer.id, direction, id, transfer.succeeded)
+
+    def _land_load(self, load: _Load) -> None:
+        self._device.release(load.hold)
+        if load.question is not None:
+            self._messenger.end_use()
+            self._questions.give_up(load.question)
+        running = self._running.get(load.request_id)
+        if running is not None and running.load is load:
+            running.load = None
+        if load.succeeded:
+            self._counts["chunks_loaded"] += len(load.keys)
+            self._counts["bytes_loaded"] += load.plan.num_bytes
+        else:
+            self._counts["loads_failed"] += not load.is_cancelled
+
+    def _land_store(self, store: _Store) -> None:
+        slots = store.write.slots
+        fit = next((at for at, slot in enumerate(slots) if slot in store.unfit), len(slots))
+        good = fit if store.succeeded else 0
+        self._takes.end(store.write.take, good)
+        self._messenger.end_use()
+        self._counts["chunks_stored"] += good
+        self._counts["bytes_stored"] += store.plan.num_bytes * good // len(slots)
+        self._counts["store_unfit"] += len(slots) - fit
+        self._counts["stores_failed"] += not all(store.reports.values())
+        self._counts["store_cancelled"] += fit - good
+
+    def _admitted(self, request_id: Hashable) -> _Running:
+        running = self._running.get(request_id)
+        if running is None:
+            raise MisuseError(f"request {request_id!r} is not admitted")
+        return running
+
+
+def check_takes(planner: HybridChunkPlanner) -> None:
+    """Raise ConfigurationError for a model that a pool of a node does not take yet."""
+    if planner.has_checkpoints or len(planner.pieces) != 1 or planner.host_blocks_per_chunk != 1:
+        groups = ", ".join(f"{group.name!r} ({group.kind})" for group in planner.groups)
+        raise ConfigurationError(
+            f"a pool of a node takes models whose layers are one group of full attention, and the groups are {groups}; "
+            "give this engine host_bytes of its own"
+        )

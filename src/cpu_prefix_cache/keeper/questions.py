@@ -1,0 +1,93 @@
+"""Questions: how much of each prompt does the pool have?
+
+    open       `run` went out; the request is answered Pending until a deadline
+    answered   with the slots of the chunks that are there, on which there is a lease
+    over       taken by a load, or given up: no longer wanted, too late, or nobody came back for it
+
+A keeper that does not answer costs UNANSWERED requests their deadline; then none is sent for a pause.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from cpu_prefix_cache.keeper.messenger import Messenger
+from cpu_prefix_cache.keeper.protocol import Kind, Message
+
+ASK_SECONDS = 0.02  # some steps of decode; a keeper answers in less than a millisecond
+LEASE_SECONDS = 2.0  # of a request that is not looked up again
+PAUSE_SECONDS, UNANSWERED = 1.0, 5
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One question, as it went out in a connection. `slots` are the answer."""
+
+    id: int
+    connection: int
+    deadline: float
+    slots: Sequence[int] | None = None
+
+
+class Questions:
+    """The questions of one engine, one for each request that was looked up and is not admitted."""
+
+    def __init__(self, messenger: Messenger) -> None:
+        self._messenger = messenger
+        self._of: dict[Hashable, Question] = {}  # by request, in the order in which they were sent
+        self._open: dict[int, Question] = {}  # not answered yet
+        self._unanswered_in_a_row = 0
+        self._silent_until = 0.0
+        self.asked = self.unanswered = 0
+
+    def of(self, request: Hashable) -> Question | None:
+        return self._of.get(request)
+
+    def ask(self, request: Hashable, id: int, keys: Sequence[bytes], now: float) -> Question | None:
+        """None while no question is sent, because nobody answers."""
+        if not self._messenger.is_up or now < self._silent_until:
+            return None
+        question = Question(id, self._messenger.connection, now + ASK_SECONDS)
+        self._of[request] = self._open[id] = question
+        self.asked += 1
+        self._messenger.send(question.connection, Message(Kind.RUN, id, keys=keys))
+        return question
+
+    def answered(self, connection: int, message: Message) -> None:
+        question = self._open.pop(message.id, None)
+        if question is not None and question.connection == connection:
+            question.slots = message.numbers
+            self._unanswered_in_a_row = 0
+
+    def take(self, request: Hashable) -> Question | None:
+        """The request is admitted. Its question, whose lease is the caller's now."""
+        question = self._of.pop(request, None)
+        if question is not None and question.slots is None:
+            self.give_up(question)
+            return None
+        return question
+
+    def give_up(self, question: Question) -> None:
+        """End its lease, or let it have none."""
+        self._open.pop(question.id, None)
+        self._messenger.send(question.connection, Message(Kind.RELEASE, question.id))
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`, in seconds."""
+        late = [each for each in self._open.values() if now >= each.deadline]
+        for question in late:
+            del self._open[question.id]
+            self._messenger.send(question.connection, Message(Kind.RELEASE, question.id))
+            question.slots = ()
+            self.unanswered += 1
+            self._unanswered_in_a_row += 1
+            if self._unanswered_in_a_row >= UNANSWERED:
+                self._unanswered_in_a_row, self._silent_until = 0, now + PAUSE_SECONDS
+        while self._of and now >= (first := next(iter(self._of.values()))).deadline + LEASE_SECONDS:
+            self.give_up(first)
+            del self._of[next(iter(self._of))]
+
+    def reset(self) -> None:
+        """Give up all."""
+        for question in self._of.values():
+            self.give_up(question)
+        self._of.clear()

@@ -1,0 +1,238 @@
+"""An engine's end of the keeper's socket, which a thread of its own owns: no step of the engine waits for it.
+
+    up      messages are sent and answers collected, for the engine's own thread to take
+    down    the keeper is gone; what is sent is dropped. The engine still uses what it was granted before
+    again   a keeper listens, and nothing of the region is in use: hello, with both files, under the same number
+    over    the keeper has refused this engine, or the engine has ended
+
+A *connection* is numbered. What was granted in an earlier one may be used no more, since another keeper knows nothing
+of it. `begin_use` and the next hello exclude each other.
+"""
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from cpu_prefix_cache.keeper.protocol import NOBODY, Kind, Message, ProtocolError, Received, encoded
+from cpu_prefix_cache.memory.shared_file import user_of
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.node.presence import OwnPresence
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.1
+READ_BYTES = 1 << 20
+
+
+class SocketMessenger:
+    """Connected to the keeper at `path`, for an engine whose blocks have `block_bytes` bytes.
+
+    Raises ConfigurationError where no keeper answers in time, or it refuses this engine.
+    """
+
+    def __init__(self, path: str, namespace: bytes, block_bytes: int, *, connect_seconds: float) -> None:
+        self._path, self._namespace, self._block_bytes = path, namespace, block_bytes
+        self._lock = threading.Lock()
+        self._unsent = deque[Message]()
+        self._answers = deque[tuple[int, Message]]()
+        self._uses = 0
+        self._is_closed = False
+        self._ending = threading.Event()
+        self.connection = 1
+        self.is_up = True
+        self.files = list[int]()
+        self._number = NOBODY
+        connected, self.num_slots = self._first_hello(time.monotonic() + connect_seconds)
+        self._presence = OwnPresence(self.files[1], self._number)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, args=(connected,), daemon=True, name="keeper-socket")
+        self._thread.start()
+
+    # The engine's thread
+
+    def send(self, connection: int, message: Message) -> None:
+        """Send soon. Dropped if that connection is not the one that there is now."""
+        with self._lock:
+            if not self.is_up or connection != self.connection:
+                return
+            self._unsent.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    def answers(self) -> list[tuple[int, Message]]:
+        """Answers since the last call, each with its connection."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def begin_use(self, connection: int) -> bool:
+        """Whether a copy of what was granted in that connection may begin. Then `end_use` follows."""
+        with self._lock:
+            if connection != self.connection:
+                return False
+            self._uses += 1
+            return True
+
+    def end_use(self) -> None:
+        with self._lock:
+            self._uses -= 1
+
+    def rename(self, namespace: bytes) -> None:
+        """From now on everything is of another namespace, also after the next hello."""
+        with self._lock:
+            self._namespace = namespace
+            if self.is_up:
+                self._send_name()
+
+    def close(self) -> None:
+        """No copy is under way. The files stay with those who have them; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._ending.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._presence.close()
+        os.close(self._wake)
+        for file in self.files:
+            os.close(file)
+
+    def _send_name(self) -> None:
+        """With the lock held, so that the last name is the last that is sent."""
+        self._unsent.append(Message(Kind.NAME, keys=(self._namespace,)))
+        os.eventfd_write(self._wake, 1)
+
+    # Its own thread
+
+    def _run(self, connected: socket.socket | None) -> None:
+        while connected is not None:
+            with connected:
+                try:
+                    self._talk(connected)
+                except (OSError, ProtocolError) as error:
+                    if not self._ending.is_set():
+                        logger.warning("the keeper at %s is gone (%s): what it kept is not found", self._path, error)
+            with self._lock:
+                self.is_up = False
+                self._unsent.clear()
+            connected = self._again()
+
+    def _talk(self, connected: socket.socket) -> None:
+        received, poll = Received(), select.poll()
+        poll.register(connected, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._ending.is_set():
+            for file, _ in poll.poll():
+                if file == self._wake:
+                    os.eventfd_read(self._wake)
+                    self._send_all(connected)
+                    continue
+                some = connected.recv(READ_BYTES)
+                if not some:
+                    raise ConnectionResetError("its socket has ended")
+                received.feed(some)
+                self._answers.extend((self.connection, message) for message in received)
+        self._send_all(connected)
+
+    def _send_all(self, connected: socket.socket) -> None:
+        with self._lock:
+            some = b"".join(map(encoded, self._unsent))
+            self._unsent.clear()
+        if some:
+            connected.sendall(some)
+
+    def _again(self) -> socket.socket | None:
+        """The next connection; None where there will be none."""
+        while not self._ending.wait(RETRY_SECONDS):
+            try:
+                connected = _connect(self._path)
+            except OSError:
+                continue
+            try:
+                if self._may_say_hello():
+                    self._hello(connected, self.files, self._ending.is_set)
+                    logger.info("the keeper at %s is back", self._path)
+                    with self._lock:
+                        self.is_up = True
+                        self._send_name()  # it may have changed since hello was sent
+                    return connected
+            except ConfigurationError as refused:
+                logger.error("%s; nothing is found or kept from now on", refused)
+                self._presence.close()
+                connected.close()
+                return None
+            except (OSError, ProtocolError) as failed:
+                logger.debug("the keeper at %s: %s", self._path, failed)
+            connected.close()
+        return None
+
+    def _may_say_hello(self) -> bool:
+        """Whether nothing of the region is in use. From then on nothing that was granted before is."""
+        with self._lock:
+            if self._uses:
+                return False
+            self.connection += 1
+            return True
+
+    # Hello
+
+    def _first_hello(self, deadline: float) -> tuple[socket.socket, int]:
+        while True:
+            try:
+                connected = _connect(self._path)
+                try:
+                    num_slots, self.files = self._hello(connected, [], lambda: time.monotonic() > deadline)
+                except BaseException:
+                    connected.close()
+                    raise
+                return connected, num_slots
+            except (OSError, ProtocolError) as failed:
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(
+                        f"no keeper answers at {self._path} ({failed}); start one: cpu-prefix-cache keep "
+                        f"--socket {self._path} --host-bytes ..."
+                    ) from failed
+                time.sleep(RETRY_SECONDS)
+
+    def _hello(self, connected: socket.socket, files: list[int], is_late: Callable[[], bool]) -> tuple[int, list[int]]:
+        """Say hello, and wait for the answer: the number of slots, and the files of the pool."""
+        with self._lock:
+            namespace = self._namespace
+        hello = encoded(Message(Kind.HELLO, numbers=(self._block_bytes, self._number), keys=(namespace,)))
+        socket.send_fds(connected, [hello], files)
+        received, got = Received(), list[int]()
+        connected.settimeout(RETRY_SECONDS)
+        while not is_late():
+            try:
+                some, new, _, _ = socket.recv_fds(connected, READ_BYTES, 2)
+            except TimeoutError:
+                continue
+            got += new
+            if not some:
+                raise ConnectionResetError("its socket has ended")
+            received.feed(some)
+            for message in received:
+                connected.settimeout(None)
+                if message.kind is Kind.REFUSED:
+                    raise ConfigurationError(f"the keeper at {self._path} refuses: {message.keys[0].decode()}")
+                if message.kind is not Kind.WELCOME or (not files and len(got) != 2):
+                    raise ProtocolError(f"the keeper began with {message.kind.name}")
+                for file in got if files else ():
+                    os.close(file)  # those that it has
+                self._number = message.numbers[2]
+                return message.numbers[0], got
+        raise ConnectionAbortedError("it did not answer in time")
+
+
+def _connect(path: str) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.connect(path)
+        if user_of(connected) != os.geteuid():
+            raise ConfigurationError(f"the keeper at {path} is of another user; start both as one user")
+    except BaseException:
+        connected.close()
+        raise
+    return connected

@@ -1,0 +1,64 @@
+"""The two files of a pool, neither of which has a name: the region of its slots, and their records.
+
+    made       by a keeper, for the first engine, which knows how large a block is
+    adopted    by a keeper that has none, from an engine of the keeper before it
+
+A keeper hands both to each engine, and every engine keeps both: so they live while anybody of the pool does. The keeper
+never looks into the region, and engines never into the records: there they have their presence (`presence.py`) alone.
+"""
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.memory import mapping, shared_file
+from cpu_prefix_cache.messages.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`num_slots` slots of `block_bytes` bytes. `files` are descriptors: of the region, and of the records."""
+
+    files: tuple[int, int]
+    num_slots: int
+    block_bytes: int
+    records: Records
+    claim: mmap.mmap | None = None  # others of this machine see how much memory it may take while this lives
+
+    def is_in(self, files: Sequence[int]) -> bool:
+        """Whether these descriptors are of the same two files."""
+        return [*map(_identity, files)] == [*map(_identity, self.files)]
+
+
+def make(host_bytes: int, block_bytes: int) -> Region:
+    """Raises ConfigurationError where not even a block fits, or the machine has not so much memory."""
+    num_slots = host_bytes // block_bytes
+    if not num_slots:
+        raise ConfigurationError(f"a block has {block_bytes} bytes, and the keeper was given {host_bytes}")
+    file, claim = mapping.make_shared(num_slots * block_bytes)
+    records_file = shared_file.make(records_bytes(num_slots))
+    records = _records(records_file)
+    records.begin(num_slots, block_bytes)
+    return Region((file, records_file), num_slots, block_bytes, records, claim)
+
+
+def adopt(files: Sequence[int]) -> Region | None:
+    """The region that an engine hands back, under descriptors of its own; None if these are no such files."""
+    if len(files) != 2 or not os.fstat(files[1]).st_size:
+        return None
+    records = _records(files[1])
+    shape = records.shape
+    if shape is None or os.fstat(files[0]).st_size != shape[0] * shape[1]:
+        return None
+    return Region((os.dup(files[0]), os.dup(files[1])), *shape, records)
+
+
+def _records(file: int) -> Records:
+    return Records(memoryview(mmap.mmap(file, os.fstat(file).st_size)))
+
+
+def _identity(file: int) -> tuple[int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino

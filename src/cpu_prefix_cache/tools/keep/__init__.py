@@ -1,0 +1,1 @@
+"""`cpu-prefix-cache keep`."""

@@ -1,0 +1,63 @@
+"""`cpu-prefix-cache keep`: one pool of host memory for the engines of this node.
+
+Engines of this user that are given the socket share what they compute, if they have the same model, revision and layout
+(docs/keeper.md). The memory is taken as engines write to it, and counts for the control group of the engine that comes
+first. The keeper needs neither torch nor a GPU. SIGTERM ends it; engines go on, and hand the memory to the next keeper
+at this socket.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+from types import FrameType
+
+from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.node.server import ADOPT_SECONDS, SETTLE_SECONDS, Server
+
+
+def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "keep",
+        help="one pool of host memory for the engines of a node",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host-bytes", required=True, metavar="SIZE", help="of the pool, such as 512GiB")
+    parser.add_argument(
+        "--socket", required=True, metavar="PATH", help="where engines connect, such as /run/kv/kv.sock"
+    )
+    parser.add_argument(
+        "--adopt-seconds",
+        type=float,
+        default=ADOPT_SECONDS,
+        metavar="S",
+        help="how long to wait for what engines of an earlier keeper hand back (default %(default)s)",
+    )
+    parser.add_argument(
+        "--settle-seconds",
+        type=float,
+        default=SETTLE_SECONDS,
+        metavar="S",
+        help="how long after the end of an engine its device may still write (default %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    host_bytes = parse_bytes(args.host_bytes)
+    check_fits(host_bytes)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _end)
+    server = Server(args.socket, host_bytes, adopt_seconds=args.adopt_seconds, settle_seconds=args.settle_seconds)
+    print(f"keeping {args.host_bytes} at {args.socket}", flush=True)
+    try:
+        server.serve()
+    finally:
+        server.close()
+    return 0
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    sys.exit(0)

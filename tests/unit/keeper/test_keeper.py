@@ -1,0 +1,207 @@
+"""A keeper's decisions, story by story: leases, writes, fairness, and the keeper that comes next.
+
+A prompt is letters, one to a chunk.
+"""
+
+import pytest
+
+from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.keeper import keeper as keepers
+from cpu_prefix_cache.keeper.keeper import Keeper
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
+
+ONE, OTHER = bytes(NAMESPACE_BYTES), b"1" * NAMESPACE_BYTES
+A, B = 1, 2
+
+
+def keys_of(prompt):
+    return [prompt[: at + 1].encode().ljust(KEY_BYTES, b".") for at in range(len(prompt))]
+
+
+class Node:
+    """A keeper with engines A and B, and the file of its records."""
+
+    def __init__(self, slots=8, engines=(A, B)):
+        self.slots = slots
+        self.file = memoryview(bytearray(records_bytes(slots)))
+        records = Records(self.file)
+        records.begin(slots, 64)
+        self.keeper = Keeper(slots, records)
+        self.ids = iter(range(1_000_000))
+        for engine in engines:
+            self.keeper.join(engine, ONE)
+
+    def takes(self, engine, prompt):
+        id = next(self.ids)
+        return id, self.keeper.take(engine, id, keys_of(prompt))
+
+    def stores(self, engine, prompt):
+        """Look the prompt up, and store what is missing. How many chunks were found."""
+        found = self.finds(engine, prompt)
+        id, granted = self.takes(engine, prompt)
+        if granted.slots:
+            self.keeper.commit(engine, id, len(granted.slots))
+        self.keeper.check_valid()
+        return found
+
+    def finds(self, engine, prompt):
+        id = next(self.ids)
+        slots = self.keeper.run(engine, id, keys_of(prompt))
+        self.keeper.release(engine, id)
+        return len(slots)
+
+    def next_keeper(self, *absent):
+        self.keeper = Keeper(self.slots, Records(self.file))
+        self.keeper.absent.update(absent)
+        self.found = self.keeper.recover()
+        self.keeper.check_valid()
+
+
+def test_one_engine_finds_what_another_one_stored():
+    node = Node()
+    node.stores(A, "abc")
+    assert [node.finds(B, prompt) for prompt in ("abc", "abx", "x")] == [3, 2, 0]
+
+
+def test_engines_with_other_weights_do_not_meet_and_meet_again_at_the_same_revision():
+    node = Node()
+    node.stores(A, "abc")
+    node.keeper.name(A, OTHER)
+    assert node.finds(A, "abc") == 0
+    node.stores(A, "ab")
+    assert node.finds(B, "abc") == 3
+    node.keeper.name(B, OTHER)
+    assert node.finds(B, "abc") == 2
+
+
+def test_one_of_two_engines_with_one_key_writes_and_the_other_tries_again():
+    node = Node()
+    id, granted = node.takes(A, "abc")
+    assert (granted.first, len(granted.slots)) == (0, 3)
+    assert node.takes(B, "abc")[1] == (0, (), True)
+    node.keeper.commit(A, id, 3)
+    assert node.takes(B, "abcd")[1].first == 3
+    assert node.takes(B, "abc")[1] == (3, (), False)
+
+
+def test_slots_that_an_engine_was_writing_are_free_when_it_is_gone():
+    node = Node(slots=3)
+    node.takes(A, "abc")
+    assert not node.takes(B, "xyz")[1].slots
+    node.keeper.leave(A)
+    assert len(node.takes(B, "xyz")[1].slots) == 3
+
+
+def test_nobody_overwrites_what_is_leased_and_the_lease_ends_with_the_engine():
+    node = Node(slots=3)
+    node.stores(A, "abc")
+    node.keeper.run(A, next(node.ids), keys_of("ab"))
+    assert len(node.takes(B, "xyz")[1].slots) == 1
+    node.keeper.leave(A)
+    assert len(node.takes(B, "uvw")[1].slots) == 2
+
+
+def test_a_take_that_was_written_in_part_is_found_in_part():
+    node = Node()
+    id, _ = node.takes(A, "abc")
+    node.keeper.commit(A, id, 1)
+    assert node.finds(B, "abc") == 1
+    with pytest.raises(MisuseError, match="has not taken"):
+        node.keeper.commit(A, id, 1)
+
+
+def left_of_a_quiet_engine(chunks=8):
+    """Chunks that are left of one, after another one has stored twenty times as much as it had."""
+    node = Node(slots=40)
+    prompt = "".join(map(chr, range(100, 100 + chunks)))
+    node.stores(A, prompt)
+    for number in range(40):
+        node.stores(B, chr(200 + number) + "zzz")
+    return node.finds(A, prompt)
+
+
+def test_a_noisy_engine_does_not_empty_what_a_quiet_one_has(monkeypatch):
+    assert left_of_a_quiet_engine() == 8
+    monkeypatch.setattr(keepers.FairLru, "_excess", lambda self, touch: 0)
+    assert left_of_a_quiet_engine() == 0  # plain LRU
+
+
+def test_an_engine_pays_from_half_of_the_pool_on():
+    assert left_of_a_quiet_engine(chunks=30) == 16  # half, less a prompt that came when both had half
+
+
+def test_an_engine_that_is_alone_has_the_whole_pool():
+    node = Node(slots=8, engines=[A])
+    node.stores(A, "abcdefgh")
+    assert node.finds(A, "abcdefgh") == 8
+
+
+def test_chunks_of_an_engine_that_is_gone_leave_by_their_age():
+    node = Node(slots=8)
+    node.stores(A, "abcd")
+    node.keeper.leave(A)
+    assert node.finds(B, "abcd") == 4
+    node.stores(B, "efghijkl")
+    assert node.finds(B, "abcd") == 0
+
+
+def test_the_next_keeper_finds_what_was_committed_and_nothing_that_was_being_written():
+    node = Node()
+    node.stores(A, "abc")
+    node.takes(A, "abcd")
+    node.next_keeper()
+    node.keeper.join(B, ONE)
+    assert node.found == 3 and node.finds(B, "abcd") == 3
+
+
+def test_the_next_keeper_finds_a_parent_in_a_later_slot_than_its_child():
+    node = Node(slots=4)
+    early, _ = node.takes(A, "xy")  # slots 0 and 1
+    node.stores(B, "ab")
+    node.keeper.commit(A, early, 0)
+    node.stores(B, "abcd")  # c and d are in slots 0 and 1
+    node.next_keeper()
+    node.keeper.join(B, ONE)
+    assert node.finds(B, "abcd") == 4
+
+
+def test_the_next_keeper_hands_out_nothing_while_an_engine_may_still_write():
+    node = Node()
+    node.stores(A, "abc")
+    node.next_keeper(A, B)
+    node.keeper.join(A, ONE)
+    assert node.finds(A, "abc") == 3
+    assert node.takes(A, "abcd")[1] == (3, (), True)
+    node.keeper.absent.discard(B)  # its lock is free
+    assert len(node.takes(A, "abcd")[1].slots) == 1
+
+
+def test_a_record_that_is_not_whole_is_a_free_slot():
+    node = Node()
+    node.stores(A, "abc")
+    after_c = HEADER_BYTES + 3 * RECORD.size
+    node.file[after_c - KEY_BYTES : after_c] = bytes(KEY_BYTES)  # its keeper ended before it wrote the parent
+    node.next_keeper()
+    node.keeper.join(B, ONE)
+    assert node.found == 2 and node.finds(B, "abc") == 2
+
+
+def test_a_slot_that_was_written_to_when_the_keeper_ended_holds_nothing():
+    node = Node(slots=3)
+    node.stores(A, "abc")
+    assert len(node.takes(B, "xyz")[1].slots) == 3
+    node.next_keeper()
+    assert node.found == 0
+
+
+def test_a_question_that_no_engine_asks_ends_in_a_sentence():
+    node = Node()
+    with pytest.raises(MisuseError, match="comes twice"):
+        node.keeper.take(A, next(node.ids), keys_of("a") * 2)
+    with pytest.raises(MisuseError, match="joined already"):
+        node.keeper.join(A, ONE)
+    node.stores(A, "a")
+    node.keeper.run(A, 77, keys_of("a"))
+    with pytest.raises(MisuseError, match="another question"):
+        node.keeper.run(A, 77, keys_of("a"))

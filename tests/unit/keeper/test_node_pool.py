@@ -1,0 +1,473 @@
+"""Engines on the pool of a keeper that is a process of its own: what they find of each other, and all its bytes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Prefix, State, Window
+from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.keeper import questions
+from cpu_prefix_cache.keeper.protocol import Kind, Message, encoded
+from cpu_prefix_cache.kv_layout import keys_and_values, states
+from cpu_prefix_cache.memory import shared_file
+from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
+from tests.support.small_engine import SmallEngine
+from tests.unit.keeper.pool_engine import CHUNK_BYTES, GRID, PATIENCE, ROOT, KeeperProcess, PoolEngine, keys_of
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """A keeper on a busy machine answers late, and these tests want its answers."""
+    monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    with KeeperProcess(tmp_path) as process:
+        yield process
+
+
+class HeldCopier(MeddlingCopier):
+    """A copy is made at once, and has ended when `may_end` is set."""
+
+    may_end = threading.Event()
+
+    def __init__(self, copier, tensors):
+        super().__init__(copier)
+        self.may_end.clear()
+
+    def copy(self, direction, copies):
+        super().copy(direction, copies)
+        return Held()
+
+
+class Held(Event):
+    def passed(self):
+        return HeldCopier.may_end.is_set()
+
+    def until_passed(self):
+        HeldCopier.may_end.wait(PATIENCE)
+
+
+def wait_until(is_so):
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def finds_again(engine, prompt):
+    """Serve until something was loaded: a keeper has come back."""
+    loaded = []
+
+    def served():
+        loaded.append(engine.serves(prompt))
+        engine.rests()
+        engine.forgets()
+        return loaded[-1]
+
+    wait_until(served)
+    return loaded[-1]
+
+
+def test_an_engine_loads_what_another_one_has_computed(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abcdef")
+        assert [other.serves(prompt) for prompt in ("abcdef", "xyz")] == [6, 0]
+        other.rests()
+        assert one.serves("abcxyz") == 3
+        other.forgets()
+        assert other.serves("xyz") == 3
+
+
+def test_a_byte_that_differs_shows(keeper):
+    """The control of the test above."""
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address, wrap_copier=CorruptingCopier) as other:
+        one.stores("abcdef")
+        with pytest.raises(AssertionError, match="hold other bytes"):
+            other.serves("abcdef")
+
+
+def test_all_blocks_of_the_device_are_free_at_the_end(keeper):
+    with PoolEngine(keeper.address) as engine:
+        for prompt in ("abc", "abd", "abc"):
+            engine.stores(prompt)
+        assert engine.is_whole
+        now = engine.host.statistics().cache
+        assert now.running == now.storing == now.loading == 0
+        assert (now.chunks_stored, now.chunks_loaded) == (4, 5)
+
+
+def test_engines_of_other_weights_do_not_meet(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address, revision="2", weights=2) as other:
+        one.stores("abc")
+        assert other.serves("abc") == 0  # else its bytes would be wrong
+        other.rests()
+        assert other.is_right(other.blocks.find(keys_of("abc")[0])[0], keys_of("abc")[0])
+
+
+def test_after_a_reset_engines_meet_again_at_the_same_revision(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abc")
+        one.host.reset("2")
+        one.weights = 2
+        assert one.serves("abc") == 0
+        one.rests()
+        one.forgets()
+        assert other.serves("abc") == 3
+        other.rests()
+        other.forgets()
+        other.host.reset("2")
+        other.weights = 2
+        assert other.serves("abc") == 3
+        other.rests()
+        other.forgets()
+        other.host.reset()  # nobody knows these weights
+        other.weights = 3
+        assert other.serves("abc") == 0
+
+
+def test_a_pool_that_is_full_goes_on(tmp_path):
+    with (
+        KeeperProcess(tmp_path, slots=6) as keeper,
+        PoolEngine(keeper.address) as one,
+        PoolEngine(keeper.address) as two,
+    ):
+        for number in range(20):
+            one.stores(chr(500 + number) + "abc")
+            two.stores(chr(510 + number) + "abc")
+        assert one.serves(chr(529) + "abc") == 4
+
+
+def test_an_engine_that_ends_leaves_what_it_has_stored(keeper):
+    with PoolEngine(keeper.address) as one:
+        one.stores("abc")
+    with PoolEngine(keeper.address) as other:
+        assert other.serves("abc") == 3
+
+
+# The keeper goes
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_the_next_keeper_gets_the_memory_back_from_the_engines(keeper, sign):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abcdef")
+        keeper.kill(sign)
+        wait_until(lambda: other.serves("xy") == 0 and not other.host.is_busy)  # computed
+        other.forgets()
+        keeper.start()
+        assert finds_again(other, "abcdef") == 6
+        one.stores("abcdefgh")
+        assert finds_again(other, "abcdefgh") == 8
+
+
+def test_a_lease_is_loaded_without_a_keeper(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abc")
+        steps = other.steps
+
+        def killing():
+            """The keeper is killed between its answer and the load."""
+            cache = other.host.cache
+            wait_until(lambda: cache.passed(time.monotonic()) or cache._questions.of("abc").slots is not None)
+            keeper.kill()
+            wait_until(lambda: not cache._messenger.is_up)
+            steps()
+
+        other.steps = killing
+        assert other.serves("abc") == 3
+        other.steps = steps
+        keeper.start()
+
+
+def under_way(engine, prompt):
+    """Serve a prompt, and step until its store is under way."""
+    engine.serves(prompt)
+    wait_until(lambda: engine.steps() or engine.host.cache._messenger._uses)
+
+
+def test_an_engine_comes_back_when_its_last_copy_has_ended(keeper):
+    with PoolEngine(keeper.address, wrap_copier=HeldCopier) as engine:
+        messenger = engine.host.cache._messenger
+        under_way(engine, "abc")
+        assert messenger._uses == 1
+        keeper.kill()
+        keeper.start()
+        time.sleep(0.5)
+        assert not messenger.is_up
+        HeldCopier.may_end.set()
+        engine.rests()
+        wait_until(lambda: messenger.is_up)
+
+
+def test_a_lease_of_an_earlier_keeper_is_not_loaded(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abc")
+        messenger, load = other.host.cache._messenger, other.host.cache.load
+
+        def replaced(*arguments):
+            """The next keeper comes between the answer and the load."""
+            keeper.kill()
+            keeper.start()
+            wait_until(lambda: messenger.connection == 2 and messenger.is_up)
+            return load(*arguments)
+
+        other.host.cache.load = replaced
+        assert other.serves("abc") == 0
+        assert other.host.statistics().cache.loads_failed == 1
+
+
+def test_weights_that_change_while_a_keeper_comes_back_have_their_own_name(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abc")
+        messenger, hello = other.host.cache._messenger, other.host.cache._messenger._hello
+
+        def changing(*arguments):
+            answer = hello(*arguments)
+            messenger.rename(b"other weights...")
+            return answer
+
+        messenger._hello = changing
+        keeper.kill()
+        keeper.start()
+        wait_until(lambda: messenger.is_up and messenger.connection > 1)
+        assert finds_again(one, "abc") == 3
+        assert other.serves("abc") == 0
+
+
+def test_an_engine_whose_socket_ends_is_not_gone_while_it_lives(keeper):
+    """Its slots stay its own until the kernel frees its lock, or it comes back with nothing under way."""
+    with PoolEngine(keeper.address, wrap_copier=HeldCopier) as engine, PoolEngine(keeper.address) as other:
+        messenger = engine.host.cache._messenger
+        under_way(engine, "abc")
+        messenger.send(messenger.connection, Message(Kind.WELCOME))  # which no engine sends: it is left alone
+        wait_until(lambda: not messenger.is_up)
+        other.stores("abcdef")
+        time.sleep(0.5)
+        HeldCopier.may_end.set()
+        engine.rests()
+        wait_until(lambda: messenger.is_up)
+        engine.forgets()
+        assert other.serves("abcdef") == 0  # its chunks were being written all the time
+
+
+def test_a_store_that_a_reset_overtakes_is_not_found(keeper):
+    with PoolEngine(keeper.address, wrap_copier=HeldCopier) as engine, PoolEngine(keeper.address) as other:
+        under_way(engine, "abc")
+        engine.host.reset("2")
+        HeldCopier.may_end.set()
+        engine.rests()
+        assert other.serves("abc") == 0
+        assert engine.host.statistics().cache.store_cancelled == 3
+
+
+def test_a_keeper_that_hangs_delays_a_request_and_nothing_else(keeper, monkeypatch):
+    monkeypatch.setattr(questions, "ASK_SECONDS", 0.02)
+    with PoolEngine(keeper.address) as one:
+        one.stores("abc")
+        keeper.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        for number in range(8):
+            assert one.serves(chr(600 + number)) == 0
+        one.rests()
+        assert one.is_whole
+        assert time.monotonic() < began + 5
+        keeper.process.send_signal(signal.SIGCONT)
+        one.forgets()
+        monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
+        assert finds_again(one, "abc") == 3
+
+
+def test_a_new_keeper_waits_no_longer_than_for_engines_that_live(tmp_path):
+    with KeeperProcess(tmp_path) as keeper:
+        dies = subprocess.Popen(
+            [sys.executable, "-c", SERVING, keeper.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        )
+        assert dies.stdout.readline() == b"served\n"
+        with PoolEngine(keeper.address) as lives:
+            assert lives.serves("abc") == 3
+            lives.rests()
+            lives.forgets()
+            keeper.kill()
+            dies.kill()
+            dies.wait()
+            keeper.start()
+            assert finds_again(lives, "abc") == 3
+            lives.stores("abcd")
+            wait_until(lambda: finds_again(lives, "abcd") == 4)
+
+
+SERVING = """
+import sys
+from tests.unit.keeper.pool_engine import PoolEngine
+engine = PoolEngine(sys.argv[1])
+engine.stores("abc")
+print("served", flush=True)
+sys.stdin.read()
+"""
+
+
+# What is refused
+
+
+def options(keeper, pool=None, **changed):
+    kv = torch.zeros(2, 2, 4, GRID, 3, dtype=torch.int16)
+    groups = [Prefix(keys_and_values(kv, block_dim=2), block_tokens=GRID)]
+    return {
+        "device": SmallEngine(4),
+        "groups": groups,
+        "pool": pool or NodePool(keeper.address, model="m", revision="1", connect_seconds=0.3),
+        "max_model_len": 100,
+        "offload": "eager",
+        **changed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"host_bytes": 1 << 20}, "host_bytes must be None"),
+        ({"offload": "lazy"}, "offload must be 'eager'"),
+        ({"policy": "arc"}, "policy must be 'lru'"),
+        ({"checkpoint_interval": 4}, "checkpoint_interval must be None"),
+        ({"min_load_tokens": None}, "must be a number"),
+        ({"pool": "unix:/run/kv.sock"}, "NodePool"),
+    ],
+)
+def test_an_option_that_the_keeper_decides_is_refused(keeper, changed, words):
+    with pytest.raises(ConfigurationError, match=words):
+        HostCache(**options(keeper, **changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"address": "/run/kv.sock"}, "unix:/"),
+        ({"revision": None, "connect_seconds": -1}, "connect_seconds"),
+        ({"hash": "xxh3_128"}, "sha256"),
+    ],
+)
+def test_a_pool_that_cannot_be_meant_is_refused(changed, words):
+    with pytest.raises(ConfigurationError, match=words):
+        NodePool(**{"address": "unix:/run/kv.sock", "model": "m", "revision": "1", **changed})
+
+
+def test_a_pool_without_an_identity_is_refused(keeper):
+    with pytest.raises(ConfigurationError, match="revision is missing"):
+        HostCache(**options(keeper, pool=NodePool(keeper.address, model="m")))
+
+
+def test_a_model_with_windows_or_states_is_refused(keeper):
+    kv = torch.zeros(2, 2, 4, GRID, 3, dtype=torch.int16)
+    window = Window(keys_and_values(kv, block_dim=2), block_tokens=GRID, window_tokens=8)
+    state = State(states(torch.zeros(4, 8)), block_tokens=GRID)
+    full = options(keeper)["groups"][0]
+    for groups in ([window], [full, state]):
+        with pytest.raises(ConfigurationError, match=r"one group of full attention|find_checkpoint"):
+            HostCache(**options(keeper, groups=groups))
+
+
+def test_a_model_with_blocks_of_another_size_is_refused(keeper):
+    with PoolEngine(keeper.address):
+        kv = torch.zeros(2, 2, 4, GRID, 6, dtype=torch.int16)
+        groups = [Prefix(keys_and_values(kv, block_dim=2), block_tokens=GRID)]
+        with pytest.raises(ConfigurationError, match=f"blocks of {CHUNK_BYTES} bytes"):
+            HostCache(**options(keeper, groups=groups))
+
+
+def test_without_a_keeper_the_sentence_names_the_command(tmp_path):
+    pool = NodePool(f"unix:{tmp_path / 'none'}", model="m", revision="1", connect_seconds=0.3)
+    given = options(None, pool=pool)
+    with pytest.raises(ConfigurationError, match="cpu-prefix-cache keep --socket"):
+        HostCache(**given)
+
+
+def test_keys_that_are_no_sha256_are_refused(keeper):
+    with PoolEngine(keeper.address) as engine, pytest.raises(MisuseError, match="32 bytes"):
+        engine.host.start("a", [b"k" * 16], num_tokens=5, on_device=0, allocate=lambda *_: None)
+
+
+def test_a_second_keeper_at_one_socket_is_refused(keeper):
+    command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", "keep", "--host-bytes=1MiB"]
+    second = subprocess.run(
+        [*command, f"--socket={keeper.path}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
+    assert second.returncode == 2 and "another keeper serves" in second.stderr
+
+
+def test_a_process_of_another_user_is_refused(keeper, monkeypatch):
+    monkeypatch.setattr("cpu_prefix_cache.node.messenger.user_of", lambda _: 65534)
+    with pytest.raises(ConfigurationError, match="another user"):
+        PoolEngine(keeper.address)
+
+
+def test_the_socket_is_for_its_user_alone(keeper):
+    assert os.stat(keeper.path).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
+        encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))),
+        encoded(Message(Kind.WELCOME)),
+        encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,))) + encoded(Message(Kind.TAKE, 1, (), (b"k",))),
+        encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,))) + encoded(Message(Kind.COMMIT, 9, (3,))),
+        encoded(Message(Kind.HELLO)),
+        encoded(Message(Kind.HELLO, 0, (0, 0), (b"n" * 16,))),
+    ],
+)
+def test_a_keeper_survives_whatever_is_sent(keeper, sent):
+    with PoolEngine(keeper.address) as engine:
+        engine.stores("abc")
+        with socket.socket(socket.AF_UNIX) as odd:
+            odd.settimeout(5)
+            odd.connect(keeper.path)
+            odd.sendall(sent)
+            while odd.recv(1 << 16):
+                pass  # until it is left alone
+        assert engine.serves("abc") == 3
+
+
+def test_the_keeper_imports_neither_torch_nor_a_gpu(keeper):
+    maps = Path(f"/proc/{keeper.process.pid}/maps").read_text()
+    assert "python" in maps
+    assert not [name for name in ("torch", "numpy", "triton", "cuda") if name in maps]
+    program = "import sys, cpu_prefix_cache.tools.cli, cpu_prefix_cache.node.server; print('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+    )
+    assert found.stdout.strip() == "False"
+
+
+def test_both_ends_ask_the_kernel_who_is_there():
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        assert shared_file.user_of(one) == os.geteuid()
+
+
+def test_no_thread_is_left_behind(keeper):
+    before = threading.active_count()
+    with PoolEngine(keeper.address):
+        assert threading.active_count() > before
+    assert threading.active_count() == before
