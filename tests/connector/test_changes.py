@@ -145,19 +145,6 @@ def test_an_adapter_that_is_off_for_one_answer_alone_counts():
         assert first_logits(cache)[0].hit_tokens == 0
 
 
-@pytest.mark.parametrize("change", [write, write_uncounted])
-def test_nothing_is_kept_of_an_answer_before_which_the_weights_changed(change):
-    """A write that torch does not count is seen at the end of the answer alone."""
-    of = model()
-    with cache_of(of) as cache:
-        with cache.past(PROMPT) as past:
-            change(of)
-            generated(of, PROMPT, past, new_tokens=3)
-        past, logits = first_logits(cache)
-    assert past.hit_tokens == 0
-    torch.testing.assert_close(logits, expected(change))
-
-
 def test_an_adapter_that_is_switched_off_counts():
     of = model()
     add_an_adapter(of)

@@ -7,8 +7,7 @@
     mode                 `model.train()`, with dropout                                 its flag
 
 A look costs some microseconds for each parameter. Buffers that no checkpoint has are left out: models write to some of
-them while they compute. A write to less than the sample of a tensor, behind torch's back, is not seen; nor are samples
-taken between a past and the first call of the model with it.
+them while they compute. A write to less than the sample of a tensor, behind torch's back, is not seen.
 """
 
 import logging
@@ -41,30 +40,19 @@ class Weights:
             self._reset()
         self._seen = seen  # not before: a reset that fails is tried again
 
-    def glance(self) -> None:
-        """The same, by all but the samples, which take most of the time: for a second look at once after `follow`."""
-        if _known(_modules(self._model)) != self._seen[0]:
-            self.follow()
-
     @torch.inference_mode()
-    def _look(self) -> tuple[Hashable, Hashable]:
+    def _look(self) -> Hashable:
         modules = _modules(self._model)
+        known: list[Hashable] = [self._model.training]  # dropout
         samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for module in modules:
+            known += adapters_of(module)
         for tensor in _tensors(modules):
+            known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
             if tensor.numel() and not tensor.is_meta:
                 samples[tensor.device, tensor.dtype].append(_sample(tensor))
         values = (torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in samples.values())
-        return _known(modules), tuple(values)
-
-
-def _known(modules: Sequence[torch.nn.Module]) -> Hashable:
-    """Mode, adapters, and of each tensor its address and its counted writes."""
-    known: list[Hashable] = [modules[0].training]  # dropout
-    for module in modules:
-        known += adapters_of(module)
-    for tensor in _tensors(modules):
-        known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
-    return tuple(known)
+        return tuple(known), tuple(values)
 
 
 def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:

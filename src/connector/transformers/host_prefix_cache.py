@@ -315,7 +315,7 @@ class HostPrefixCache:
         self._check_dtype()
         with self._lock:
             if not self._is_closed:
-                self._weights.glance()  # they may be others for the length of `generate` alone
+                self._weights.follow()  # they may be others for the length of `generate` alone
             if begun and prompts[0].resets != self._resets:
                 raise MisuseError(
                     "what this past holds was computed by other weights or adapters or in another mode: the cache was "
