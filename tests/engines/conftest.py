@@ -10,6 +10,7 @@ from tests.engines.sources import NANO_VLLM, found, why_not
 
 WHY_NOT_NANO = None if found(NANO_VLLM) else why_not(NANO_VLLM)
 _collected: set[Path] = set()
+collect_ignore = ["nano_on_cpu.py"]  # doctests would import it, which replaces parts of nano-vllm
 
 
 def pytest_report_header():
