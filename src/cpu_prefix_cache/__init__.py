@@ -26,7 +26,7 @@ from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.stores.settings import SharedTier
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.2.0"  # pyproject.toml reads it here
 
 __all__ = [
     "ChainHasher",
