@@ -18,7 +18,6 @@ from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_to
 from cpu_prefix_cache.host_cache.decider import Decider
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import HostCacheTier, slots_below
-from cpu_prefix_cache.host_cache.node_pool import JoinedPool
 from cpu_prefix_cache.host_cache.options import check_options, check_pool_options
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
@@ -89,6 +88,7 @@ class Halves:
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
+        from cpu_prefix_cache.host_cache.node_pool import JoinedPool
         from cpu_prefix_cache.kv_layout import check_layout
         from cpu_prefix_cache.memory.arena import HostArena
 

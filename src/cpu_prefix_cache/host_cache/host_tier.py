@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cpu_prefix_cache.host_cache.node_pool import layouts_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from cpu_prefix_cache.kv_layout import KVGroup
-    from cpu_prefix_cache.slab.namespace import Namespace
+    from cpu_prefix_cache.slab.namespace import Namespace, Value
 
 NAP_SECONDS = 0.002
 
@@ -142,3 +141,8 @@ def slots_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> i
 
 def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":
     return below.namespace(planner, dtype="in each group's layout", ranks=1, extra=layouts_of(groups))
+
+
+def layouts_of(groups: "Sequence[KVGroup]") -> "dict[str, Value]":
+    """How each group lies in its host blocks, for a namespace."""
+    return {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}

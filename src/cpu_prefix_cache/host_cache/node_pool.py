@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cpu_prefix_cache.host_cache.host_tier import layouts_of
 from cpu_prefix_cache.keeper.kept_cache import KeptCache, check_takes
 from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -13,7 +14,6 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.messenger import SocketMessenger
 from cpu_prefix_cache.node.settings import NodePool, name_of
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.slab.namespace import Value
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.kv_layout import KVGroup
@@ -64,8 +64,3 @@ class JoinedPool:
     def close(self) -> None:
         """No copy is under way any more."""
         self._messenger.close()
-
-
-def layouts_of(groups: "Sequence[KVGroup]") -> dict[str, Value]:
-    """How each group lies in its host blocks, for a namespace."""
-    return {f"group {at} layout": f"{each.spelled}; layers {each.layers}" for at, each in enumerate(groups)}

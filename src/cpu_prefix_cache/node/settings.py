@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.slab.identity import Identity, Weights, check_identity, identity_of
-from cpu_prefix_cache.slab.namespace import Namespace, Value, namespace_of
 from cpu_prefix_cache.slab.tier import check_hash, check_option, is_seconds
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.model.planner import HybridChunkPlanner
+    from cpu_prefix_cache.slab.namespace import Namespace, Value
 
 SCHEME = "unix:"
 CONNECT_SECONDS = 20.0  # a keeper that follows another one waits some seconds for what engines hand back
@@ -55,8 +55,10 @@ class NodePool:
         """The identity of the KV. Raises ConfigurationError where that is not known."""
         return identity_of(self.model, self.revision, self.weights)
 
-    def namespace(self, planner: "HybridChunkPlanner", layouts: Mapping[str, Value]) -> Namespace:
+    def namespace(self, planner: "HybridChunkPlanner", layouts: "Mapping[str, Value]") -> "Namespace":
         """Facts that must be equal for its KV to be served by another engine."""
+        from cpu_prefix_cache.slab.namespace import namespace_of
+
         model, revision = self.identity
         return namespace_of(
             planner,
@@ -69,7 +71,7 @@ class NodePool:
         )
 
 
-def name_of(namespace: Namespace, revision: str | None) -> bytes:
+def name_of(namespace: "Namespace", revision: str | None) -> bytes:
     """The name that a keeper knows it by, with these weights; with None one that nobody else has."""
     if revision is None:
         return secrets.token_bytes(NAMESPACE_BYTES)
