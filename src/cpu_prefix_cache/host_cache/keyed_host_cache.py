@@ -191,9 +191,9 @@ class KeyedHostCache:
             handle = self._handles.pop(ended.transfer.id, None)
             if handle is not None:
                 handle.ended(ended.transfer.id, ended.ok)
-        for load in self.cache.take_ready():
-            self._begin(self._waiting.pop(load), load.transfers, ok=not load.is_gone)
         self._step_tier()
+        for load in self.cache.take_ready():  # last: what is planned is carried out before any other call plans
+            self._begin(self._waiting.pop(load), load.transfers, ok=not load.is_gone)
 
     def drain(self) -> None:
         """Wait for all that was put and is loaded."""

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, FileTier, MisuseError, SharedTier
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.keyed import tiered_keyed_cache
-from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, MemoryStore
+from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, LateCopier, MemoryStore
 from tests.support.keyed_engine import GROUPS, KeyedEngine, keys
 
 BLOCKS = [[0, 1, 2], [1, 2]]
@@ -75,6 +76,27 @@ def test_a_load_waits_for_the_files_and_its_layers_with_it(tmp_path):
     assert handle.ok is None, "the host has it no more"
     handle.layers[2].until_passed()
     assert engine.wrong(PROMPTS[0], ELSEWHERE) == [] and handle.wait()
+    engine.host.close()
+
+
+class LateStores(LateCopier):
+    """Loads are not late."""
+
+    def submit(self, direction, copies, after):
+        return super().submit(direction, copies, after) if direction is Direction.STORE else self.copy(direction, copies)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4])
+def test_a_load_of_what_is_being_put_begins_when_that_is_here(tmp_path, queries):
+    wrap = functools.partial(LateStores, queries=queries)
+    engine = engine_above(tmp_path, ["attention"], host_blocks=40, wrap_copier=wrap)
+    engine.compute(PROMPTS[0], BLOCKS[:1])
+    engine.host.put(PROMPTS[0], BLOCKS[:1])
+    handle = engine.host.load(PROMPTS[0], ELSEWHERE[:1])
+    assert handle.ok is None
+    for other in range(4):
+        engine.host.put(keys("other", other), [[5]])
+    assert handle.wait() and engine.wrong(PROMPTS[0], ELSEWHERE[:1]) == []
     engine.host.close()
 
 
