@@ -263,7 +263,7 @@ class KeyedHostCache:
     def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
         self._check_keys(keys)
         self.poll()
-        by_group = [numbers(each) for each in blocks]
+        by_group = [[*numbers(each)] for each in blocks]  # a load may wait, and the engine use its lists again
         places = given(self.cache.planner, len(keys), by_group)
         for at, (each, size) in enumerate(zip(by_group, self._sizes, strict=True)):
             for block in each:

@@ -180,7 +180,7 @@ class KeyedCache:
 
     def load(self, keys: Sequence[bytes], blocks: Given, now: float) -> KeyedLoad:
         """Plan a load into these blocks. It is gone if some of it is not here any more."""
-        load = KeyedLoad(keys, blocks)
+        load = KeyedLoad([*keys], blocks)
         load.is_gone = not self._begin(load, now)
         load.waits = False
         return load

@@ -100,6 +100,22 @@ def test_a_load_of_what_is_being_put_begins_when_that_is_here(tmp_path, queries)
     engine.host.close()
 
 
+@pytest.mark.parametrize("used_again", ["keys", "blocks"])
+def test_the_engine_may_use_its_lists_again_while_a_load_waits(tmp_path, used_again):
+    engine = engine_above(tmp_path, ["attention"], host_blocks=6)
+    put_all(engine)
+    engine.poison()
+    wanted, blocks = [*PROMPTS[0]], [*ELSEWHERE[0]]
+    handle = engine.host.load(wanted, [blocks])
+    assert handle.ok is None
+    if used_again == "keys":
+        wanted[:] = PROMPTS[-1]
+    else:
+        blocks[:] = [1, 2, 3]
+    assert handle.wait() and engine.wrong(PROMPTS[0], ELSEWHERE[:1]) == []
+    engine.host.close()
+
+
 def test_portions_that_came_apart_come_back_together(tmp_path):
     engine = engine_above(tmp_path)
     engine.put(PROMPTS[0][1:], [[1, 2], [1, 2]])
