@@ -219,12 +219,6 @@ class KeyedCache:
         """The groups whose sides are loaded, each with the keys."""
         return [(at, keys[len(keys) - len(each) :]) for at, each in blocks.sides.items() if each]
 
-    def _names(self, load: KeyedLoad) -> list[bytes]:
-        """The keys of all nodes that a load reads."""
-        sides = self._wanted_sides(load.keys, load.blocks)
-        names = [*load.keys[self._first(load.keys, load.blocks) :]]
-        return names + [name for at, last in sides for name in self.planner.side_keys(last, at)]
-
     def _load(self, chain: Chain, nodes: Sequence[int], copies: Sequence[GroupCopy], now: float) -> LoadTransfer:
         device_blocks = [block for copy in copies for block in copy.device_blocks]
         return self.edge.load(None, chain, nodes, copies, device_blocks, now)

@@ -87,6 +87,18 @@ class TieredKeyedCache(KeyedCache):
         ready, self._ready = self._ready, []
         return ready
 
+    def _topmost(self, load: KeyedLoad) -> int:
+        """Which of the keys is the first whose chunk the host has to have: a side hangs below its chunk, which need not
+        be loaded with it.
+        """
+        return len(load.keys) - max(load.blocks.chunks, *map(len, load.blocks.sides.values()), 0)
+
+    def _names(self, load: KeyedLoad) -> list[bytes]:
+        """The keys of all nodes that the host has to have for a load."""
+        sides = self._wanted_sides(load.keys, load.blocks)
+        names = [*load.keys[self._topmost(load) :]]
+        return names + [name for at, last in sides for name in self.planner.side_keys(last, at)]
+
     def _is_below(self, load: KeyedLoad) -> bool:
         """Whether host and tier together have all of it, or will."""
         names = self._names(load)
@@ -102,8 +114,8 @@ class TieredKeyedCache(KeyedCache):
 
     def _read(self, load: KeyedLoad) -> None:
         """Begin to read what the host lacks, as far as there is room."""
-        queue, first = self.below.queue_bytes, self._first(load.keys, load.blocks)
-        for chain in self._missing(load.keys, first):
+        queue = self.below.queue_bytes
+        for chain in self._missing(load.keys, self._topmost(load)):
             self._promote(self._stores, chain)
         for at, keys in self._wanted_sides(load.keys, load.blocks):
             for chain in self._missing_sides(at, keys):

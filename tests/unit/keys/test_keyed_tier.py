@@ -244,6 +244,30 @@ def test_other_policies_write_below(tmp_path, policy):
     engine.host.close()
 
 
+@pytest.mark.parametrize(
+    ("groups", "host_bytes", "blocks", "wanted"),
+    [
+        (["attention", "window"], 12 * 12288, BLOCKS, [[7], [6, 5]]),
+        (["attention", "state"], 12 * 12288, [[0, 1, 2], [2]], [[], [5]]),
+        (["state"], 6 * 4096, [[3]], [[7]]),
+    ],
+    ids=["windows of more keys than attention", "a state alone", "states without attention"],
+)
+def test_sides_come_back_without_their_chunks(tmp_path, groups, host_bytes, blocks, wanted):
+    """The chunks that they hang below are read, too."""
+    engine = engine_above(tmp_path, groups, host_bytes=host_bytes)
+    for prompt in PROMPTS:
+        engine.put(prompt, blocks)
+        settle(engine)
+    for prompt in PROMPTS:
+        found = engine.host.lookup(prompt)
+        assert found.longest == 3 and engine.loaded(prompt, wanted)
+        engine.host.release(found)
+        engine.host.cache.check_valid()
+    assert engine.host.statistics().tier.cache.bytes_loaded > 0, "nothing came from the files: this compares nothing"
+    engine.host.close()
+
+
 def test_one_group_beside_attention_is_kept_below(tmp_path):
     with pytest.raises(ConfigurationError, match="'window', 'state' are more"):
         engine_above(tmp_path, GROUPS)
