@@ -41,6 +41,10 @@ class CopyHandle:
         self._open.discard(id)
         self._ok = self._ok and ok
 
+    def failed(self) -> None:
+        """A reset came: what is under way has failed, and may write until it has ended. Called by the cache."""
+        self._ok = False
+
     @property
     def is_done(self) -> bool:
         """Whether all have ended. Looks, and waits for nothing."""
@@ -101,6 +105,8 @@ class LoadHandle(CopyHandle):
         if not is_awaited and self._ends is None:
             self._see()
         ends = self._begun_ends() if is_awaited else self._ends
-        if ends is not None and not ends and not self._ok:
-            raise CopyFailed("some of these keys are not here any more: nothing was loaded")
+        if ends is not None and not self._ok:
+            if not ends:
+                raise CopyFailed("some of these keys are not here any more: nothing was loaded")
+            raise CopyFailed("this load has failed, or a reset came: its blocks hold anything")
         return ends

@@ -216,6 +216,8 @@ class KeyedHostCache:
             self.cache.reset()
         else:
             self._tier.reset(revision)
+        for handle in self._handles.values():
+            handle.failed()
 
     def statistics(self) -> KeyedStatistics:
         block_bytes = self.cache.planner.host_block_bytes

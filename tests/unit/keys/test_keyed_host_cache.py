@@ -325,6 +325,20 @@ def test_a_reset_forgets_all_and_what_is_under_way():
     assert engine.loaded(PROMPT, ELSEWHERE)
 
 
+def test_compute_does_not_go_on_with_a_load_from_before_a_reset():
+    engine = KeyedEngine(wrap_copier=LateCopier)
+    engine.put(PROMPT, ALL)
+    handle = engine.host.load(PROMPT, ELSEWHERE)
+    layers = handle.layers
+    engine.host.reset()
+    for has_ended in (False, True):
+        assert handle.is_done is has_ended
+        for passes in (layers[0].passed, layers[0].until_passed, handle.layers[0].passed, lambda: handle.hold_compute(0)):
+            with pytest.raises(CopyFailed, match="a reset came"):
+                passes()
+        assert not handle.wait()
+
+
 # Options and misuse
 
 
