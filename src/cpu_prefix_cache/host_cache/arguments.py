@@ -1,6 +1,6 @@
 """Checks of an engine's arguments for a request, before anything changes."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -24,18 +24,22 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
     """Keys are those of full chunks, and digests of one length. `every` one is looked at, or the first and the last.
     What they lead to may `persist` beyond the process.
     """
-    if not isinstance(keys, Sized):
-        raise MisuseError(f"keys are a list, which may grow, of the keys of full chunks, got {keys!r}")
+    try:
+        ends = [*keys[:1], *keys[-1:]]
+    except (TypeError, KeyError) as error:
+        raise MisuseError(f"keys are a list, which may grow, of the keys of full chunks, got {keys!r}") from error
     if len(keys) > num_tokens // chunk_tokens:
         raise MisuseError(
             f"{num_tokens} tokens fill {num_tokens // chunk_tokens} chunks of {chunk_tokens}, but {len(keys)} keys are "
             "given: a key is that of chunk_tokens tokens, so hash as many at a time"
         )
-    least = KEY_BYTES if persist else LEAST_KEY_BYTES
-    for key in keys if every else [*keys[:1], *keys[-1:]]:
-        if not isinstance(key, bytes) or len(key) < least:
-            kind = ", and sha256 digests where a tier outlives the process" if persist else ""
-            raise MisuseError(f"keys are at least {least} bytes{kind} (rule 14), got {key!r}")
+    for key in keys if every else ends:
+        if not isinstance(key, bytes) or len(key) < LEAST_KEY_BYTES:
+            raise MisuseError(f"keys are at least {LEAST_KEY_BYTES} bytes (rule 14), got {key!r}")
+        if persist and len(key) != KEY_BYTES:
+            raise MisuseError(
+                f"where a tier outlives the process keys are sha256 digests, {KEY_BYTES} bytes (rule 14), got {key!r}"
+            )
         if len(key) != len(keys[0]):
             raise MisuseError(f"keys are digests of one length (rule 14), got {keys[0]!r} and {key!r}")
     if every and len(set(keys)) < len(keys):

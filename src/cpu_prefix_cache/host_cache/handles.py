@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from cpu_prefix_cache.messages.errors import CopyFailed
+from cpu_prefix_cache.messages.errors import CopyFailed, MisuseError
+from cpu_prefix_cache.messages.numbers import is_whole
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.copier.record import EndOf
@@ -95,8 +96,10 @@ class LoadHandle(CopyHandle):
         """Have what compute is given from now on run after this layer has come. Waits until the copy is submitted.
 
         Raises CopyFailed if it has failed by then. A later failure is known when it `is_done`, and what was computed
-        meanwhile is wrong.
+        meanwhile is wrong. Raises MisuseError for a layer that does not exist.
         """
+        if not is_whole(layer) or layer >= self._num_layers:
+            raise MisuseError(f"there are layers 0 to {self._num_layers - 1}, got {layer!r}")
         for end in self._load_ends(is_awaited=True) or ():
             end.hold(self._hold)
 

@@ -31,7 +31,7 @@ from cpu_prefix_cache.keyed.keyed_cache import KeyedCache
 from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
 from cpu_prefix_cache.keyed.tiered_keyed_cache import TieredKeyedCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.messages.numbers import Numbers, is_integer, numbers
+from cpu_prefix_cache.messages.numbers import Numbers, is_integer, is_whole, numbers
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.offload.transfers import Transfer
 from cpu_prefix_cache.slab.identity import check_identity
@@ -151,13 +151,18 @@ class KeyedHostCache:
     def lookup(self, keys: Sequence[bytes], *, before: int = 0) -> FoundKeys:
         """Look up these keys, from the first on; `before` more come before them in the prompt, which chunk-local
         attention alone needs to know. The answer is a lease: what it names stays until `release`, a reset or `close`.
+
+        Raises MisuseError for keys as `put`, and for a `before` that is no number of keys.
         """
         self._check_keys(keys)
+        if not is_whole(before):
+            raise MisuseError(f"before is a whole number of keys, got {before!r}")
         self.poll()
+        self._taken(keys)
         return self.cache.lookup(keys, before)
 
     def release(self, found: FoundKeys) -> None:
-        """End the lease of a lookup. Raises MisuseError the second time."""
+        """End the lease of a lookup. Raises MisuseError the second time, and for one of another cache."""
         self._check_usable()
         self.cache.release(found)
 
@@ -169,10 +174,7 @@ class KeyedHostCache:
 
         Raises MisuseError as `put`, and for a block that is given twice.
         """
-        places = self._given(keys, blocks)
-        for at, each in enumerate(places.by_group):
-            if len(set(each)) != len(each):
-                raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
+        places = self._given(keys, blocks, are_filled=True)
         load = self.cache.load(keys, places, time.monotonic())
         handle = LoadHandle(self.poll, num_layers=self._num_layers, hold=self._copier.hold_compute)
         if load.waits:
@@ -262,22 +264,31 @@ class KeyedHostCache:
         if self._tier is not None:
             self._tier.run()
 
-    def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
+    def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers], *, are_filled: bool = False) -> Given:
         self._check_keys(keys)
         self.poll()
-        by_group = [[*numbers(each)] for each in blocks]  # a load may wait, and the engine use its lists again
+        try:
+            by_group = [[*numbers(each)] for each in blocks]  # a load may wait, and the engine use its lists again
+        except TypeError as error:
+            raise MisuseError(f"blocks are one list for each of {len(self._sizes)} groups, got {blocks!r}") from error
         places = given(self.cache.planner, len(keys), by_group)
         for at, (each, size) in enumerate(zip(by_group, self._sizes, strict=True)):
             for block in each:
                 if not (is_integer(block) and 0 <= block < size) or block == self._null_block:
                     raise MisuseError(f"group {self._name(at)!r} has no block {block!r}: those up to {size - 1} exist")
+            if are_filled and len(set(each)) != len(each):
+                raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
+        self._taken(keys)
         return places
+
+    def _taken(self, keys: Sequence[bytes]) -> None:
+        """A call with these keys is not refused."""
+        self._key_bytes.update(map(len, keys[:1]))
 
     def _check_keys(self, keys: Sequence[bytes]) -> None:
         check_keys(keys, num_tokens=ANY_LENGTH, chunk_tokens=1, persist=self._tier is not None, every=False)
-        if not set(map(type, keys)) <= {bytes} or len(lengths := self._key_bytes.union(map(len, keys))) > 1:
+        if not set(map(type, keys)) <= {bytes} or len(self._key_bytes.union(map(len, keys))) > 1:
             raise MisuseError("keys are digests of one length, that of all keys of this cache (rule 14)")
-        self._key_bytes = lengths
         if len(set(keys)) < len(keys):
             raise MisuseError("a key comes twice: a key is that of all tokens up to the end of its chunk (rule 14)")
 

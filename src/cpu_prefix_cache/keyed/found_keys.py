@@ -11,11 +11,12 @@ class FoundKeys:
     """The beginning of some keys that is here. A lease on it, until it is released.
 
     `lengths` are the numbers of keys after which a request can resume, ascending: all groups have what that takes.
-    `by_group` has the same for each group alone, as far as the prefix groups reach.
+    `by_group` has the same for each group alone, as far as the prefix groups reach. `cache` has answered.
     """
 
     lengths: Sequence[int]
     by_group: Mapping[str, Sequence[int]]
+    cache: object = field(default=None, repr=False)
     pins: list[tuple[BlockPool, Pin]] = field(default_factory=list, repr=False)
     is_released: bool = field(default=False, repr=False)
 

@@ -123,12 +123,14 @@ class KeyedCache:
         for each in map(set, by_side.values()):
             lengths = [length for length in lengths if length in each]
         names = {group.name: by_side.get(at, range(1, end + 1)) for at, group in enumerate(planner.groups)}
-        found = FoundKeys(lengths, names)
+        found = FoundKeys(lengths, names, self)
         self._keep(found, chunks, list(sides.values()))
         return found
 
     def release(self, found: FoundKeys) -> None:
-        """End a lease, if a reset has not. Raises MisuseError the second time."""
+        """End a lease, if a reset has not. Raises MisuseError the second time, and for one of another cache."""
+        if not isinstance(found, FoundKeys) or found.cache is not self:
+            raise MisuseError(f"a cache releases what its own lookups have answered, got {found!r}")
         if found.is_released:
             raise MisuseError("this lease was released before")
         found.is_released = True

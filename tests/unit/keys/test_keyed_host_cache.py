@@ -1,5 +1,7 @@
 """An engine with an index of its own puts blocks by keys, looks them up and loads them: stories with real bytes."""
 
+from collections import deque
+
 import pytest
 import torch
 
@@ -333,7 +335,12 @@ def test_compute_does_not_go_on_with_a_load_from_before_a_reset():
     engine.host.reset()
     for has_ended in (False, True):
         assert handle.is_done is has_ended
-        for passes in (layers[0].passed, layers[0].until_passed, handle.layers[0].passed, lambda: handle.hold_compute(0)):
+        for passes in (
+            layers[0].passed,
+            layers[0].until_passed,
+            handle.layers[0].passed,
+            lambda: handle.hold_compute(0),
+        ):
             with pytest.raises(CopyFailed, match="a reset came"):
                 passes()
         assert not handle.wait()
@@ -396,6 +403,63 @@ def test_keys_are_digests(wrong, words):
     engine = KeyedEngine(["attention"])
     with pytest.raises(MisuseError, match=words):
         engine.host.lookup(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, set(PROMPT), dict.fromkeys(PROMPT), deque(PROMPT), iter(PROMPT)])
+def test_keys_are_a_list(wrong):
+    engine = KeyedEngine(["attention"])
+    for call in (engine.host.lookup, lambda keys: engine.host.put(keys, [[0]])):
+        with pytest.raises(MisuseError, match="keys are a list"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, [0, 1], 7, [None]])
+def test_blocks_are_lists(wrong):
+    engine = KeyedEngine(["attention"])
+    for call in (engine.host.put, engine.host.load):
+        with pytest.raises(MisuseError, match="blocks are one list for each of 1 groups"):
+            call(PROMPT, wrong)
+
+
+@pytest.mark.parametrize("before", [-1, 1.5, None, True, "x"])
+def test_keys_before_are_counted(before):
+    engine = KeyedEngine(["attention", "window"])
+    engine.put(PROMPT, [ALL[0], [4, 5]])
+    with pytest.raises(MisuseError, match="before is a whole number"):
+        engine.host.lookup(PROMPT[3:], before=before)
+
+
+@pytest.mark.parametrize("layer", [-1, 3, 0.0, None])
+def test_layers_exist(layer):
+    engine = KeyedEngine()
+    engine.put(PROMPT, ALL)
+    handle = engine.host.load(PROMPT, ELSEWHERE)
+    with pytest.raises(MisuseError, match="layers 0 to 2"):
+        handle.hold_compute(layer)
+
+
+def test_a_lease_is_released_by_its_cache():
+    engine, other = KeyedEngine(["attention"]), KeyedEngine(["attention"])
+    engine.put(PROMPT, [ALL[0]])
+    found = engine.host.lookup(PROMPT)
+    for wrong in (found, None):
+        with pytest.raises(MisuseError, match="its own lookups"):
+            other.host.release(wrong)
+    assert engine.host.statistics().leases == 1
+    engine.host.release(found)
+
+
+@pytest.mark.parametrize(
+    ("refused", "blocks"),
+    [([bytes(20)] * 2, [[0, 1]]), ([bytes(20)], [[99]]), ([bytes(20), bytes([1] * 20)], [[1, 1]])],
+    ids=["key twice", "block that does not exist", "block twice"],
+)
+def test_a_call_that_is_refused_leaves_no_trace(refused, blocks):
+    engine = KeyedEngine(["attention"])
+    with pytest.raises(MisuseError):
+        engine.host.load(refused, blocks)
+    engine.put(PROMPT, [ALL[0]])
+    assert engine.host.lookup(PROMPT).longest == 6
 
 
 @pytest.mark.parametrize("odd", [PROMPT[2] + bytes(1), "text"])

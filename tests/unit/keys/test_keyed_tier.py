@@ -83,7 +83,9 @@ class LateStores(LateCopier):
     """Loads are not late."""
 
     def submit(self, direction, copies, after):
-        return super().submit(direction, copies, after) if direction is Direction.STORE else self.copy(direction, copies)
+        return (
+            super().submit(direction, copies, after) if direction is Direction.STORE else self.copy(direction, copies)
+        )
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 4])
@@ -279,8 +281,9 @@ def test_a_shared_store_is_refused():
         KeyedEngine(["attention"], below=below)
 
 
-def test_keys_of_a_tier_are_sha256(tmp_path):
+@pytest.mark.parametrize("wrong", [hashlib.md5(b"").digest(), hashlib.sha512(b"").digest()], ids=["md5", "sha512"])
+def test_keys_of_a_tier_are_sha256(tmp_path, wrong):
     engine = engine_above(tmp_path)
     with pytest.raises(MisuseError, match="sha256"):
-        engine.host.lookup([hashlib.md5(b"").digest()])
+        engine.host.lookup([wrong])
     engine.host.close()
