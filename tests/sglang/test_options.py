@@ -28,7 +28,7 @@ def test_an_option_that_is_none_is_refused(options, sentence):
         Engine(args, KINDS["full"])
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "adaptive"])
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_policies(policy):
     with server_args(host_bytes=1 << 20, policy=policy) as args:
         engine = Engine(args, KINDS["full"])

@@ -23,7 +23,7 @@ from cpu_prefix_cache.keyed.given import Given, GivenBlocks
 from cpu_prefix_cache.keyed.key_planner import KeyPlanner
 from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
 from cpu_prefix_cache.keyed.stretches import Nodes, ends, presence, whole
-from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.stats import CacheStatistics
@@ -44,7 +44,8 @@ class KeyedCache:
     """`host_blocks` blocks of `planner.host_block_bytes` bytes on each rank, of which `ready_blocks` may be used at
     once. `thresholds` are those of a BlockPool.
 
-    Raises ConfigurationError for an unknown policy.
+    Raises ConfigurationError for an unknown policy, and for `arc`: its ghosts are found from the beginning of a prompt
+    on, and keys that begin anywhere would be in the middle of what it remembers.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class KeyedCache:
         policy: str = "lru",
         thresholds: Thresholds | None = NO_THRESHOLDS,
     ) -> None:
+        if policy == "arc":
+            raise ConfigurationError(
+                "the policy 'arc' takes prompts from their first token on, and blocks by keys may begin anywhere: take "
+                "'lru' or 'adaptive'"
+            )
         self.planner = planner
         self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks, thresholds=thresholds)
         self._pools = [self.pool]
