@@ -88,6 +88,11 @@ class Adaptive(EvictionPolicy):
         self._forget_ghosts()
         self._buckets.a_request_came()
 
+    def used_beside(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            above = self._mark[self._forest.parent[node]]
+            self._buckets.use(self._mark[node], above.kind, self._buckets.begin(self._now))
+
     def _tell_time(self, now: float) -> None:
         """It is `now`. While the engine's clock stands still ours goes on, at the last pace, and waits for it later."""
         if not self._told <= now < inf:

@@ -34,7 +34,10 @@ class EvictionPolicy(Protocol):
         """
 
     def used_beside(self, nodes: Sequence[int]) -> None:
-        """The request that was admitted last used these nodes, too, which are not above the one that it named."""
+        """The request that was admitted last used these nodes, too, which are not above the one that it named.
+
+        Blocks by keys alone call this. A policy without it evicts sides as if they were never used.
+        """
         return
 
     def renewed(self, blocks: Sequence[int]) -> None:

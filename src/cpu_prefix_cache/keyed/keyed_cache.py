@@ -244,7 +244,10 @@ class KeyedCache:
         return GroupCopy(at, tuple(host), tuple(blocks.by_group[at]))
 
     def _use(self, chunks: Nodes, sides: Sequence[int], now: float) -> None:
-        """Use these chunks once, and the sides. What comes first in a prompt is evicted last."""
+        """Use these chunks once, or those that the sides alone hang below, and the sides. What comes first in a prompt
+        is evicted last.
+        """
+        chunks = chunks or [*dict.fromkeys(map(self.pool.parent, sides))]
         for _, chunk in reversed([*ends(self.pool, chunks)]):
             path = self.pool.path(chunk, self.pool.depth(chunk))
             self.pool.touch(chunk, [key for key in map(self.pool.key, path) if key is not None], now)

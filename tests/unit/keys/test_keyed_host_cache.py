@@ -23,6 +23,7 @@ from tests.support.sinks import SinkGroup
 
 PROMPT = keys(*range(6))
 ALL = [[0, 1, 2, 3, 4, 5], [4, 5], [1]]  # attention of six keys, the window's of the last two, a state of the last
+TAKEN_POLICIES = sorted(POLICIES.keys() - {"arc"})
 ELSEWHERE = [[16, 15, 14, 13, 12, 11], [8, 7], [9]]
 
 
@@ -189,13 +190,16 @@ def test_chunks_that_were_used_are_evicted_last():
     assert engine.host.lookup(keys("other", 1, 2, 3)).longest == 2
 
 
-def test_sides_that_were_used_are_evicted_last():
-    engine = KeyedEngine(["attention", "window"], host_blocks=9)
+@pytest.mark.parametrize("policy", TAKEN_POLICIES)
+@pytest.mark.parametrize("wanted", [[[9, 8], [7, 6]], [[], [7, 6]]], ids=["with their chunks", "alone"])
+def test_sides_that_were_used_are_evicted_last(policy, wanted):
+    engine = KeyedEngine(["attention", "window"], host_blocks=9, policy=policy)
     for name in ("a", "b"):
         engine.put(keys(name, 1), [[0, 1], [0, 1]])
-    assert engine.loaded(keys("a", 1), [[9, 8], [7, 6]])
+    assert engine.loaded(keys("a", 1), wanted)
     engine.put(keys("c", 1), [[0, 1], [0, 1]])
     assert engine.host.lookup(keys("a", 1)).longest == 2 and engine.host.lookup(keys("b", 1)).longest < 2
+    engine.host.cache.check_valid()
 
 
 def test_a_lease_keeps_portions_that_came_apart():
@@ -363,7 +367,7 @@ def test_coded_groups_come_back_bit_by_bit():
     assert engine.host.lookup(PROMPT).longest == 6 and engine.loaded(PROMPT, ELSEWHERE[:2])
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"arc"}))
+@pytest.mark.parametrize("policy", TAKEN_POLICIES)
 def test_every_other_policy_is_taken(policy):
     engine = KeyedEngine(host_blocks=20, policy=policy)
     for number in range(20):
