@@ -202,8 +202,10 @@ class KeyedCacheMachine(RuleBasedStateMachine):
                 self.open.remove(each)
                 self._ended(each)
         self.host.cache.check_valid()
-        if self.host.cache.is_off and self.stored:
-            self._forget()
+        if self.host.cache.is_off:
+            self.stored.clear()
+            for lease in self.leases:
+                lease.names.clear()
 
     @invariant()
     def names_that_are_found_were_put(self):

@@ -120,6 +120,8 @@ class KeyedCache:
     def lookup(self, keys: Sequence[bytes], before: int = 0) -> FoundKeys:
         """Look up these keys; `before` more come before the first. What is found is kept until `release`."""
         planner = self.planner
+        if self.is_off:
+            return FoundKeys((), {group.name: () for group in planner.groups}, self)
         chunks = self._find(keys)
         here = presence(chunks)
         end = here.index(False) if planner.chunk_groups and False in here else len(keys)
@@ -267,7 +269,6 @@ class KeyedCache:
             if self.edge.has_failed_often(each.transfer.plan.direction) and not self.is_off:
                 logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
                 self.edge.is_off = True
-                self.reset()
         return ended
 
     def reset(self) -> None:

@@ -71,7 +71,7 @@ class TieredKeyedCache(KeyedCache):
 
     def _find(self, keys: Sequence[bytes]) -> list[Nodes]:
         host, below = self.pool.find_all(keys), self.below.pool
-        slots = below.find_all(keys) if self.below.can_be_read and not self.is_off else [None] * len(keys)
+        slots = below.find_all(keys) if self.below.can_be_read else [None] * len(keys)
         return [host, [slot if node is None else None for node, slot in zip(host, slots, strict=True)]]
 
     def load(self, keys: Sequence[bytes], blocks: Given, now: float) -> KeyedLoad:

@@ -203,6 +203,31 @@ def test_a_load_that_finds_no_room_fails_at_once(tmp_path, monkeypatch):
     engine.host.close()
 
 
+def test_a_cache_that_turns_off_leaves_the_files_to_the_next_process(tmp_path):
+    engine = engine_above(tmp_path)
+    put_all(engine)
+    engine.host.close()
+    engine = engine_above(tmp_path, wrap_copier=functools.partial(FailingCopier, share=1.0))
+    before = sum(engine.host.lookup(prompt).longest for prompt in PROMPTS)
+    for number in range(5):
+        assert not engine.host.put(keys("new", number), [[0, 1], []]).wait()
+    assert engine.host.cache.is_off and engine.host.lookup(PROMPTS[0]).longest == 0
+    engine.host.close()
+    engine = engine_above(tmp_path)
+    assert sum(engine.host.lookup(prompt).longest for prompt in PROMPTS) == before == 3 * len(PROMPTS)
+    assert engine.loaded(PROMPTS[0], ELSEWHERE)
+    engine.host.close()
+
+
+def test_a_load_that_waits_when_the_cache_turns_off_has_failed(tmp_path):
+    engine = engine_above(tmp_path)
+    put_all(engine)
+    handle = engine.host.load(PROMPTS[0], ELSEWHERE)
+    engine.host.cache.edge.is_off = True
+    assert handle.wait() is False
+    engine.host.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_part_of_any_prompt_comes_back_right(tmp_path, seed):
     """Puts and loads at random, leases, resets, and copies that fail, over prompts of up to five keys."""
