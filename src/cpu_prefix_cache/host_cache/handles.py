@@ -1,7 +1,7 @@
 """Handles of what a KeyedHostCache copies: `put` returns a CopyHandle, `load` a LoadHandle.
 
     is_done    all has ended: the device blocks of a put may be written to, those of a load may be read
-    ok         whether all of it was copied
+    ok         whether no copy has failed, and of a load whether it was all here; what the host has, a lookup reports
     layers     of a load, an event for each layer, for a forward that begins with the first while others come
 
 A copier that moves all layers together has the same event for each: that of the end.

@@ -1,4 +1,4 @@
-"""TierBelow: the tier below a HostCache, in the process of the engine: what decides and what copies, together.
+"""TierBelow: the tier below a HostCache or a KeyedHostCache, in the process of the engine: both of its halves.
 
 open      a thread makes or finds the files, or takes the store over, as soon as that can be (`slab/opening.py`)
 step      the plan of the tier is carried out, and its report is passed on
@@ -132,8 +132,8 @@ def slots_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> i
     """Slots of a tier below so many host blocks. Raises ConfigurationError for what is no tier, or too small."""
     if not isinstance(below, Tier):
         raise ConfigurationError(
-            "below a HostCache is a FileTier(path, bytes, model=..., revision=...), or a SharedTier(store, "
-            "model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
+            "below a HostCache or a KeyedHostCache is a FileTier(path, bytes, model=..., revision=...), or a "
+            "SharedTier(store, model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
             f"{type(below).__name__}"  # which may be a URL with a password
         )
     return below.slots(planner.host_block_bytes, host_blocks)

@@ -139,7 +139,8 @@ class KeyedHostCache:
     def put(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> CopyHandle:
         """Copy what the host lacks of these keys out of `blocks`, after all that compute has been given so far.
 
-        What is here, or is being copied, is not copied again. Nobody writes to `blocks` until the handle is done.
+        What is here, or is being copied, is not copied again. Nobody writes to `blocks` until the handle is done. It is
+        `ok` if no copy has failed, also where the host had no room: what it has, `lookup` reports.
 
         Raises MisuseError for keys that are no digests, or come twice, and for blocks that do not exist, or are not
         those of the last keys.
@@ -185,7 +186,9 @@ class KeyedHostCache:
         return handle
 
     def poll(self) -> None:
-        """See what has ended, and go on with what waits for the tier. Handles do so when they are looked at."""
+        """See what has ended, and go on with what waits for the tier. So do `put`, `lookup`, `load`, `drain`, and
+        `is_done` and `wait` of handles.
+        """
         self._check_usable()
         if self._tier is not None:
             self._tier.report()
