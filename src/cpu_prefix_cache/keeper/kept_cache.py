@@ -109,13 +109,13 @@ class KeptCache:
         """As CPUPrefixCache. The first answer of a request is Pending, unless the pool could add nothing."""
         self.passed(now)
         grid = self.planner.grid_tokens
-        findable = min(self.planner.findable_chunks(request.num_tokens), len(request.keys))
+        keys = self._findable(request)
         least = n0 + max(1, self._min_load_tokens)
-        if self._is_off or findable * grid < least:
+        if self._is_off or len(keys) * grid < least:
             return MISS
-        question = self._questions.of(request.id)
+        question = self._questions.of(request.id, keys)
         if question is None:
-            question = self._questions.ask(request.id, next(self._ids), request.keys[:findable], now)
+            question = self._questions.ask(request.id, next(self._ids), keys, now)
         if question is None:
             return MISS
         if question.slots is None:
@@ -162,7 +162,7 @@ class KeptCache:
         """As CPUPrefixCache."""
         if request.id in self._running:
             return
-        question = self._questions.take(request.id)
+        question = self._questions.take(request.id, self._findable(request))
         known = 0 if question is None or question.slots is None else len(question.slots)
         if question is not None and boundary is None:
             self._questions.give_up(question)
@@ -281,6 +281,10 @@ class KeptCache:
         )
 
     # Details
+
+    def _findable(self, request: Request) -> Sequence[bytes]:
+        """The keys of a request that the keeper is queried for."""
+        return tuple(request.keys[: self.planner.findable_chunks(request.num_tokens)])
 
     def _usable(self, question: Question, start: int) -> int:
         """Up to which chunk its slots can be copied from, by now."""

@@ -24,6 +24,7 @@ class Question:
 
     id: int
     connection: int
+    keys: Sequence[bytes]
     deadline: float
     slots: Sequence[int] | None = None
 
@@ -39,14 +40,20 @@ class Questions:
         self._silent_until = 0.0
         self.asked = self.unanswered = 0
 
-    def of(self, request: Hashable) -> Question | None:
-        return self._of.get(request)
+    def of(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
+        """The question of a request with these keys. One with others is that of an earlier request, and given up."""
+        question = self._of.get(request)
+        if question is not None and question.keys != keys:
+            del self._of[request]
+            self.give_up(question)
+            return None
+        return question
 
     def ask(self, request: Hashable, id: int, keys: Sequence[bytes], now: float) -> Question | None:
         """None while no question is sent, because nobody answers."""
         if not self._messenger.is_up or now < self._silent_until:
             return None
-        question = Question(id, self._messenger.connection, now + ASK_SECONDS)
+        question = Question(id, self._messenger.connection, keys, now + ASK_SECONDS)
         self._of[request] = self._open[id] = question
         self.asked += 1
         self._messenger.send(question.connection, Message(Kind.RUN, id, keys=keys))
@@ -58,10 +65,13 @@ class Questions:
             question.slots = message.numbers
             self._unanswered_in_a_row = 0
 
-    def take(self, request: Hashable) -> Question | None:
+    def take(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
         """The request is admitted. Its question, whose lease is the caller's now."""
-        question = self._of.pop(request, None)
-        if question is not None and question.slots is None:
+        question = self.of(request, keys)
+        if question is None:
+            return None
+        del self._of[request]
+        if question.slots is None:
             self.give_up(question)
             return None
         return question

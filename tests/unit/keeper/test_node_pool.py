@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Prefix, State, Window
+from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Pending, Prefix, State, Window
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.keeper.protocol import Kind, Message, encoded
@@ -86,6 +86,27 @@ def test_an_engine_loads_what_another_one_has_computed(keeper):
         assert one.serves("abcxyz") == 3
         other.forgets()
         assert other.serves("xyz") == 3
+
+
+def looks_up(engine, id, prompt, blocks=()):
+    """One `start`, which fills `blocks` if it may."""
+    keys = keys_of(prompt)
+    return engine.host.start(
+        id, keys, num_tokens=len(keys) * GRID + 1, on_device=0, allocate=lambda start, end: blocks[: end // GRID]
+    )
+
+
+def test_a_request_with_the_id_of_one_that_went_away_gets_no_chunk_of_it(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abcd")
+        one.stores("wxyz")
+        assert isinstance(looks_up(other, "7", "abcd"), Pending)
+        wait_until(lambda: other.steps() or other.host.cache._questions._of["7"].slots is not None)
+        request = other.blocks.take(keys_of("wxyz"), 0, ())  # its client went away, and the next one has its number
+        wait_until(lambda: other.steps() or not isinstance(looks_up(other, "7", "wxyz", request.blocks), Pending))
+        wait_until(lambda: other.steps() or not other.host.is_busy)
+        assert all(map(other.is_right, request.blocks, keys_of("wxyz")))
+        other.host.end("7", 0)
 
 
 def test_a_byte_that_differs_shows(keeper):
@@ -178,7 +199,7 @@ def test_a_lease_is_loaded_without_a_keeper(keeper):
         def killing():
             """The keeper is killed between its answer and the load."""
             cache = other.host.cache
-            wait_until(lambda: cache.passed(time.monotonic()) or cache._questions.of("abc").slots is not None)
+            wait_until(lambda: cache.passed(time.monotonic()) or cache._questions._of["abc"].slots is not None)
             keeper.kill()
             wait_until(lambda: not cache._messenger.is_up)
             steps()
