@@ -258,8 +258,8 @@ class KeptCache:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether anything is copied, or may soon be. An idle engine keeps stepping until not."""
-        return len(self._ledger) > 0 or len(self._takes) > 0
+        """Whether anything is copied, or may soon be, or has a lease. An idle engine keeps stepping until not."""
+        return len(self._ledger) > 0 or len(self._takes) > 0 or len(self._questions) > 0
 
     def statistics(self) -> CacheStatistics:
         """Counts of this engine. Only the keeper counts the slots."""

@@ -40,6 +40,9 @@ class Questions:
         self._silent_until = 0.0
         self.asked = self.unanswered = 0
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def of(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
         """The question of a request with these keys. One with others is that of an earlier request, and given up."""
         question = self._of.get(request)

@@ -109,6 +109,20 @@ def test_a_request_with_the_id_of_one_that_went_away_gets_no_chunk_of_it(keeper)
         other.host.end("7", 0)
 
 
+def test_an_engine_at_rest_has_no_lease(tmp_path):
+    with (
+        KeeperProcess(tmp_path, slots=4) as keeper,
+        PoolEngine(keeper.address) as one,
+        PoolEngine(keeper.address) as other,
+    ):
+        one.stores("abcd")
+        assert isinstance(looks_up(other, "7", "abcd"), Pending)  # its client went away
+        wait_until(lambda: other.host.cache._messenger._answers)
+        other.rests()
+        one.stores("wxyz")
+        assert one.serves("wxyz") == 4
+
+
 def test_a_byte_that_differs_shows(keeper):
     """The control of the test above."""
     with PoolEngine(keeper.address) as one, PoolEngine(keeper.address, wrap_copier=CorruptingCopier) as other:
