@@ -126,7 +126,8 @@ class Received:
             return None
         length, version, kind, width, id, num_numbers, num_keys = HEADER.unpack_from(buffer)
         keys_begin = HEADER.size + NUMBER_BYTES * num_numbers
-        if version != VERSION or kind not in _KINDS or length != keys_begin + width * num_keys:
+        is_whole = length == keys_begin + width * num_keys and bool(width) == bool(num_keys)
+        if version != VERSION or kind not in _KINDS or not is_whole:
             raise ProtocolError(f"got a message of version {version} and kind {kind}; this is version {VERSION}")
         if length > MOST_BYTES:
             raise ProtocolError(f"got a message of {length} bytes; the longest has {MOST_BYTES}")

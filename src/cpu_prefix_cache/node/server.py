@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.05  # while somebody is waited for
 ADOPT_SECONDS, SETTLE_SECONDS = 5.0, 1.0
 READ_BYTES = 1 << 20
+NUM_FILES = 2  # that go with a hello: the region, and its records
 MOST_UNSENT = 64 << 20  # an engine that does not read its answers is left alone
 
 
@@ -169,8 +170,8 @@ class Server:
         block_bytes = first.hello.numbers[0] if first.hello is not None else 0
         try:
             self._open(regions.make(self._host_bytes, block_bytes))
-        except ConfigurationError as error:
-            self._refuse(first, str(error))
+        except (ConfigurationError, OSError, OverflowError, MemoryError) as error:
+            self._refuse(first, f"no region has blocks of {block_bytes} bytes here: {error}")
 
     def _open(self, region: Region) -> None:
         self._region = region
@@ -240,8 +241,10 @@ class Server:
 
     def _read(self, connection: _Connection) -> None:
         if connection.number == NOBODY:
-            some, files, _, _ = socket.recv_fds(connection.socket, READ_BYTES, 2)
+            some, files, _, _ = socket.recv_fds(connection.socket, READ_BYTES, NUM_FILES)
             connection.files += files
+            if len(connection.files) > NUM_FILES:
+                raise ProtocolError(f"it sends {len(connection.files)} files")
         else:
             some = connection.socket.recv(READ_BYTES)
         if not some:

@@ -7,17 +7,23 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Pending, Prefix, State, Window
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.keeper import questions
-from cpu_prefix_cache.keeper.protocol import Kind, Message, encoded
+from cpu_prefix_cache.keeper.protocol import HEADER, VERSION, Kind, Message, ProtocolError, Received, encoded
 from cpu_prefix_cache.kv_layout import keys_and_values, states
 from cpu_prefix_cache.memory import shared_file
+from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node.server import Server
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.support.small_engine import SmallEngine
 from tests.unit.keeper.pool_engine import CHUNK_BYTES, GRID, PATIENCE, ROOT, KeeperProcess, PoolEngine, keys_of
@@ -464,6 +470,7 @@ def test_the_socket_is_for_its_user_alone(keeper):
         encoded(Message(Kind.WELCOME)),
         encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,))) + encoded(Message(Kind.TAKE, 1, (), (b"k",))),
         encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,))) + encoded(Message(Kind.COMMIT, 9, (3,))),
+        HEADER.pack(HEADER.size, VERSION, Kind.RUN, 0, 1, 0, 1),  # a key without bytes
         encoded(Message(Kind.HELLO)),
         encoded(Message(Kind.HELLO, 0, (0, 0), (b"n" * 16,))),
     ],
@@ -478,6 +485,51 @@ def test_a_keeper_survives_whatever_is_sent(keeper, sent):
             while odd.recv(1 << 16):
                 pass  # until it is left alone
         assert engine.serves("abc") == 3
+
+
+few = st.integers(0, 2)
+
+
+@given(st.sampled_from(Kind), few, few, few, st.sampled_from([0, 0, 1, 8]), st.binary(max_size=60))
+def test_bytes_that_are_no_message_are_a_protocol_error(kind, width, numbers, keys, more, rest):
+    received = Received()
+    length = HEADER.size + 8 * numbers + width * keys + more
+    received.feed(HEADER.pack(length, VERSION, kind, width, 1, numbers, keys) + rest)
+    try:
+        messages = list(received)
+    except ProtocolError:
+        return
+    assert not more and len(messages) <= 1
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A keeper in this process, which makes steps when it is to, and a connection to it."""
+    server = Server(str(tmp_path / "kv.sock"), 32 * CHUNK_BYTES, adopt_seconds=0, settle_seconds=0)
+    with closing(server), socket.socket(socket.AF_UNIX) as connected:
+        connected.settimeout(PATIENCE)
+        connected.connect(str(tmp_path / "kv.sock"))
+        server.step()
+        yield server, connected
+
+
+HELLO = encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,)))
+
+
+def test_where_no_region_can_be_made_the_engine_alone_hears_of_it(served, monkeypatch):
+    server, connected = served
+    monkeypatch.setattr(regions, "make", Mock(side_effect=OSError("no memory")))
+    connected.sendall(HELLO)
+    server.step()
+    assert b"no memory" in connected.recv(1 << 16)
+
+
+def test_a_connection_that_sends_files_and_files_ends(served):
+    server, connected = served
+    for at in range(2):
+        socket.send_fds(connected, [HELLO[at : at + 1]], [0, 0])
+        server.step()
+    assert not connected.recv(1 << 16)
 
 
 def test_the_keeper_imports_neither_torch_nor_a_gpu(keeper):
