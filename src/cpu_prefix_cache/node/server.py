@@ -188,7 +188,7 @@ class Server:
             return
         connection.hello = None
         block_bytes, number = hello.numbers
-        if connection.files and not region.is_in(connection.files):
+        if (number or connection.files) and not region.is_in(connection.files):
             self._refuse(connection, "the keeper has another region by now; start the engine anew to join it")
             return
         if block_bytes != region.block_bytes:

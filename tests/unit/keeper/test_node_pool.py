@@ -532,6 +532,23 @@ def test_a_connection_that_sends_files_and_files_ends(served):
     assert not connected.recv(1 << 16)
 
 
+def test_a_number_without_the_files_of_the_region_is_refused(served):
+    """Else whoever names a number takes the place of an engine that lives, and its leases end."""
+    server, connected = served
+    connected.sendall(HELLO)
+    server.step()
+    connected.recv(1 << 16)
+    with socket.socket(socket.AF_UNIX) as thief:
+        thief.connect(connected.getpeername())
+        thief.sendall(encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 1), (b"n" * 16,))))
+        server.step()
+        server.step()
+        assert b"another region" in thief.recv(1 << 16)
+    connected.sendall(encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))))
+    server.step()
+    assert connected.recv(1 << 16) == encoded(Message(Kind.RAN, 1))
+
+
 def test_the_keeper_imports_neither_torch_nor_a_gpu(keeper):
     maps = Path(f"/proc/{keeper.process.pid}/maps").read_text()
     assert "python" in maps
