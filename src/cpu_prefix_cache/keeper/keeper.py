@@ -122,15 +122,12 @@ class Keeper:
         """The slots of the chunks that are here, from the first on. The request uses them, and has a lease on them."""
         asks = self._engines[engine]
         self._check_new(asks, id)
-        names = _named(asks.namespace, keys)
-        end = self._pool.resident_run(names, 0, len(names))
-        if not end:
-            return ()
-        deepest = self._node(names[end - 1])
-        self._policy.serve(engine)
-        self._pool.touch(deepest)
-        asks.leases[id] = self._pool.pin(deepest)
-        return self._pool.path(deepest, end)
+        path = self._path(_named(asks.namespace, keys))
+        if path:
+            self._policy.serve(engine)
+            self._pool.touch(path[-1])
+            asks.leases[id] = self._pool.pin(path[-1])
+        return path
 
     def release(self, engine: int, id: int) -> None:
         """End a lease. Of a run that found nothing there is none."""
@@ -142,15 +139,18 @@ class Keeper:
         asks = self._engines[engine]
         self._check_new(asks, id)
         names = _named(asks.namespace, keys)
-        first = self._pool.resident_run(names, 0, len(names))
+        path = self._path(names)
+        first = len(path)
         if first == len(names):
             return Granted(first, ())
         if len(set(names)) < len(names):
             raise MisuseError("a chunk comes twice in one prompt")
+        if len(self._pool.missing(names[first:])) < len(names) - first:
+            raise MisuseError("a chunk of this prompt is that of another prompt, too")
         stop = next((at for at in range(first, len(names)) if names[at] in self._writing), len(names))
         if self.absent or stop == first:
             return Granted(first, (), try_again=True)
-        parent = self._node(names[first - 1]) if first else self._pool.root
+        parent = path[-1] if path else self._pool.root
         self._policy.serve(engine)
         touch = self._pool.touch(parent if first else None)
         with self._pool.pinned(*([parent] if first else [])) as pin:
@@ -164,7 +164,8 @@ class Keeper:
 
     def commit(self, engine: int, id: int, count: int) -> None:
         """The first `count` chunks of a take are written, and no more will be."""
-        write = self._engines[engine].writes.pop(id, None)
+        writes = self._engines[engine].writes
+        write = writes.get(id)
         if write is None and not count:
             return  # nothing was granted
         if write is None or not 0 <= count <= len(write.slots):
@@ -173,6 +174,7 @@ class Keeper:
         keys, slots = write.keys[:count], write.slots[:count]
         self._pool.commit(slots, keys, write.parent, write.touch)
         self._pool.abort(write.slots[count:])
+        del writes[id]
         self._writing.difference_update(write.keys)
         above = None if write.pin is None else self._pool.key(write.parent)
         for slot, key in zip(slots, keys, strict=True):
@@ -197,11 +199,14 @@ class Keeper:
         if id in asks.leases or id in asks.writes:
             raise MisuseError(f"the number {id} is that of another question")
 
-    def _node(self, name: bytes) -> int:
-        node = self._pool.find(name)
-        if node is None:
-            raise MisuseError("a chunk that was found a moment ago is gone")
-        return node
+    def _path(self, names: Sequence[bytes]) -> Sequence[int]:
+        """The slots of the chunks that are here, from the first on. Raises MisuseError for names of several prompts."""
+        end = self._pool.resident_run(names, 0, len(names))
+        deepest = self._pool.find(names[end - 1]) if end else None
+        path = () if deepest is None else self._pool.path(deepest, end)
+        if [*map(self._pool.key, path)] != names[:end]:
+            raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
+        return path
 
     def _take_in(self, run: Sequence[Record]) -> None:
         """Records each of which hangs below the one before. What hangs below something that is gone is left out."""

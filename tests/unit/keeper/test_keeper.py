@@ -3,6 +3,8 @@
 A prompt is letters, one to a chunk.
 """
 
+from unittest.mock import Mock
+
 import pytest
 
 from cpu_prefix_cache import MisuseError
@@ -193,6 +195,44 @@ def test_a_slot_that_was_written_to_when_the_keeper_ended_holds_nothing():
     assert len(node.takes(B, "xyz")[1].slots) == 3
     node.next_keeper()
     assert node.found == 0
+
+
+def key(letter):
+    return letter.encode() * KEY_BYTES
+
+
+@pytest.mark.parametrize("ask", ["run", "take"])
+@pytest.mark.parametrize("prompt", ["yk", "xx", "xyk", "xkk"])
+def test_keys_of_several_prompts_get_no_slot_and_break_nothing(ask, prompt):
+    node = Node()
+    for stored in ("xk", "y"):
+        id = next(node.ids)
+        node.keeper.take(A, id, list(map(key, stored)))
+        node.keeper.commit(A, id, len(stored))
+    with pytest.raises(MisuseError, match="prompt"):
+        getattr(node.keeper, ask)(A, next(node.ids), list(map(key, prompt)))
+    node.keeper.check_valid()
+    assert len(node.keeper.run(A, next(node.ids), list(map(key, "xk")))) == 2
+
+
+def test_a_key_is_not_written_below_another_prompt_than_its_own():
+    node = Node()
+    id = next(node.ids)
+    node.keeper.take(A, id, [key("x"), key("k")])
+    node.keeper.commit(A, id, 2)
+    with pytest.raises(MisuseError, match="another prompt"):
+        node.keeper.take(B, next(node.ids), [key("u"), key("v"), key("k"), key("w"), key("z")])
+
+
+def test_a_commit_that_fails_loses_no_slot(monkeypatch):
+    node = Node(slots=3)
+    id, _ = node.takes(A, "abc")
+    monkeypatch.setattr(node.keeper._pool, "commit", Mock(side_effect=[MisuseError("a rule"), None]))
+    with pytest.raises(MisuseError, match="a rule"):
+        node.keeper.commit(A, id, 3)
+    node.keeper.leave(A)
+    node.keeper.check_valid()
+    assert len(node.takes(B, "xyz")[1].slots) == 3
 
 
 def test_a_question_that_no_engine_asks_ends_in_a_sentence():
