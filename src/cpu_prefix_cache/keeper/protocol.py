@@ -75,6 +75,7 @@ _SHAPES = {
     Kind.RELEASE: _Shape(0),
     Kind.NAME: _Shape(0, NAMESPACE_BYTES),
 }
+_ANSWERS = {Kind.RUN: Kind.RAN, Kind.TAKE: Kind.TOOK}
 
 
 class ProtocolError(PrefixCacheError):
@@ -105,6 +106,27 @@ def check_asked(message: Message) -> None:
     is_right = len(message.numbers) == shape.numbers and least <= len(keys) <= most
     if not is_right or any(len(key) != shape.key_bytes for key in keys[:1]):
         raise ProtocolError(f"got {message.kind.name} with {len(message.numbers)} numbers and {len(keys)} keys")
+
+
+def check_greeted(answer: Message) -> None:
+    """Raise ProtocolError unless this is what a keeper may answer to a hello."""
+    is_right = {Kind.WELCOME: len(answer.numbers) == 3, Kind.REFUSED: len(answer.keys) == 1}
+    if not is_right.get(answer.kind, False):
+        raise ProtocolError(f"the keeper began with {answer.kind.name} of {len(answer.numbers)} numbers")
+
+
+def check_answered(asked: Message | None, answer: Message, num_slots: int) -> None:
+    """Raise ProtocolError unless this is an answer to that question, in a pool of so many slots."""
+    if asked is None or answer.kind is not _ANSWERS[asked.kind]:
+        raise ProtocolError(f"got {answer.kind.name} {answer.id}, and no question with this number")
+    first, slots = 0, answer.numbers
+    if answer.kind is Kind.TOOK and len(slots) >= 2:
+        first, slots = slots[1], slots[2:]
+    elif answer.kind is Kind.TOOK:
+        raise ProtocolError(f"got {answer.kind.name} without its first chunk")
+    is_right = first + len(slots) <= len(asked.keys) and max(slots, default=0) < num_slots
+    if not is_right or len(set(slots)) < len(slots):
+        raise ProtocolError(f"got {len(slots)} slots for {len(asked.keys)} chunks, or one that is not in the pool")
 
 
 class Received:

@@ -18,7 +18,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from cpu_prefix_cache.keeper.protocol import NOBODY, Kind, Message, ProtocolError, Received, encoded
+from cpu_prefix_cache.keeper.protocol import (
+    NOBODY,
+    Kind,
+    Message,
+    ProtocolError,
+    Received,
+    check_answered,
+    check_greeted,
+    encoded,
+)
 from cpu_prefix_cache.memory.shared_file import user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.node.presence import OwnPresence
@@ -121,27 +130,32 @@ class SocketMessenger:
 
     def _talk(self, connected: socket.socket) -> None:
         received, poll = Received(), select.poll()
+        asked: dict[int, Message] = {}  # not answered yet, by their ids
         poll.register(connected, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while not self._ending.is_set():
             for file, _ in poll.poll():
                 if file == self._wake:
                     os.eventfd_read(self._wake)
-                    self._send_all(connected)
+                    asked.update(self._send_all(connected))
                     continue
                 some = connected.recv(READ_BYTES)
                 if not some:
                     raise ConnectionResetError("its socket has ended")
                 received.feed(some)
-                self._answers.extend((self.connection, message) for message in received)
+                for message in received:
+                    check_answered(asked.pop(message.id, None), message, self.num_slots)
+                    self._answers.append((self.connection, message))
         self._send_all(connected)
 
-    def _send_all(self, connected: socket.socket) -> None:
+    def _send_all(self, connected: socket.socket) -> dict[int, Message]:
+        """Send what is unsent. The questions among it, by their ids."""
         with self._lock:
-            some = b"".join(map(encoded, self._unsent))
+            sent = list(self._unsent)
             self._unsent.clear()
-        if some:
-            connected.sendall(some)
+        if sent:
+            connected.sendall(b"".join(map(encoded, sent)))
+        return {message.id: message for message in sent if message.kind in (Kind.RUN, Kind.TAKE)}
 
     def _again(self) -> socket.socket | None:
         """The next connection; None where there will be none."""
@@ -215,10 +229,11 @@ class SocketMessenger:
             received.feed(some)
             for message in received:
                 connected.settimeout(None)
+                check_greeted(message)
                 if message.kind is Kind.REFUSED:
                     raise ConfigurationError(f"the keeper at {self._path} refuses: {message.keys[0].decode()}")
-                if message.kind is not Kind.WELCOME or (not files and len(got) != 2):
-                    raise ProtocolError(f"the keeper began with {message.kind.name}")
+                if not files and len(got) != 2:
+                    raise ProtocolError(f"the keeper began with {len(got)} files")
                 for file in got if files else ():
                     os.close(file)  # those that it has
                 self._number = message.numbers[2]
