@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from cpu_prefix_cache.keeper.protocol import (
     NOBODY,
@@ -35,6 +36,7 @@ from cpu_prefix_cache.node.presence import OwnPresence
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
+SEND_SECONDS = 1.0  # a keeper that reads nothing for so long is gone
 READ_BYTES = 1 << 20
 
 
@@ -161,26 +163,32 @@ class SocketMessenger:
         """The next connection; None where there will be none."""
         while not self._ending.wait(RETRY_SECONDS):
             try:
-                connected = _connect(self._path)
-            except OSError:
-                continue
-            try:
-                if self._may_say_hello():
-                    self._hello(connected, self.files, self._ending.is_set)
-                    logger.info("the keeper at %s is back", self._path)
-                    with self._lock:
-                        self.is_up = True
-                        self._send_name()  # it may have changed since hello was sent
-                    return connected
+                connected = self._next_connection()
             except ConfigurationError as refused:
                 logger.error("%s; nothing is found or kept from now on", refused)
                 self._presence.close()
-                connected.close()
                 return None
             except (OSError, ProtocolError) as failed:
                 logger.debug("the keeper at %s: %s", self._path, failed)
-            connected.close()
+                continue
+            if connected is not None:
+                return connected
         return None
+
+    def _next_connection(self) -> socket.socket | None:
+        """None while the engine may not say hello."""
+        connected = _connect(self._path)
+        with ExitStack() as undo:
+            undo.enter_context(connected)
+            if not self._may_say_hello():
+                return None
+            self._hello(connected, self.files, self._ending.is_set)
+            undo.pop_all()
+        logger.info("the keeper at %s is back", self._path)
+        with self._lock:
+            self.is_up = True
+            self._send_name()  # it may have changed since hello was sent
+        return connected
 
     def _may_say_hello(self) -> bool:
         """Whether nothing of the region is in use. From then on nothing that was granted before is."""
@@ -228,7 +236,7 @@ class SocketMessenger:
                 raise ConnectionResetError("its socket has ended")
             received.feed(some)
             for message in received:
-                connected.settimeout(None)
+                connected.settimeout(SEND_SECONDS)
                 check_greeted(message)
                 if message.kind is Kind.REFUSED:
                     raise ConfigurationError(f"the keeper at {self._path} refuses: {message.keys[0].decode()}")
@@ -243,6 +251,7 @@ class SocketMessenger:
 
 def _connect(path: str) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX)
+    connected.settimeout(SEND_SECONDS)
     try:
         connected.connect(path)
         if user_of(connected) != os.geteuid():

@@ -328,6 +328,27 @@ def test_a_keeper_that_hangs_delays_a_request_and_nothing_else(keeper, monkeypat
         assert finds_again(one, "abc") == 3
 
 
+def test_close_does_not_wait_for_a_keeper_that_hangs(keeper):
+    with PoolEngine(keeper.address) as engine:
+        messenger = engine.host.cache._messenger
+        keeper.process.send_signal(signal.SIGSTOP)
+        for id in range(64):  # more than the system's buffers take
+            messenger.send(messenger.connection, Message(Kind.RUN, id, keys=(b"k" * 32,) * 1000))
+        closing_it = threading.Thread(target=engine.close, daemon=True)
+        closing_it.start()
+        closing_it.join(PATIENCE)
+        assert not closing_it.is_alive()
+
+
+def test_a_keeper_of_another_user_that_comes_next_is_not_joined(keeper, monkeypatch, caplog):
+    with PoolEngine(keeper.address) as engine:
+        keeper.kill()
+        monkeypatch.setattr("cpu_prefix_cache.node.messenger.user_of", lambda _: 65534)
+        keeper.start()
+        wait_until(lambda: "another user" in caplog.text)
+        assert engine.serves("abc") == 0
+
+
 def test_a_new_keeper_waits_no_longer_than_for_engines_that_live(tmp_path):
     with KeeperProcess(tmp_path) as keeper:
         dies = subprocess.Popen(
