@@ -10,7 +10,8 @@ Where an earlier keeper has left its socket behind, engines may still have its r
 had leased or was writing before is free.
 
 The end of a socket says that an engine is about to be gone; the kernel's lock says that it is (`presence.py`), and
-`settle_seconds` later no device of its process writes either. Then its slots are free.
+`settle_seconds` later no device of its process writes either. Then its slots are free. In a region that was handed
+back no slot is handed out for as long, since an engine may have ended with the keeper before.
 """
 
 import fcntl
@@ -20,6 +21,7 @@ import select
 import socket
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
@@ -128,7 +130,8 @@ class Server:
             if is_present(self._region.files[1], number):
                 self._gone_at.pop(number, None)
             elif now >= self._gone_at.setdefault(number, now) + self._settle_seconds:
-                logger.info("engine %d is gone", number)
+                if number != NOBODY:
+                    logger.info("engine %d is gone", number)
                 self._gone(number)
 
     def _gone(self, number: int) -> None:
@@ -173,10 +176,12 @@ class Server:
         except (ConfigurationError, OSError, OverflowError, MemoryError) as error:
             self._refuse(first, f"no region has blocks of {block_bytes} bytes here: {error}")
 
-    def _open(self, region: Region) -> None:
+    def _open(self, region: Region, absent: Sequence[int] = ()) -> None:
+        """`absent`: beside engines that live, who may still write to it. NOBODY is for those that ended just now."""
         self._region = region
         self._keeper = Keeper(region.num_slots, region.records)
         self._keeper.absent.update(each for each in range(1, MOST_ENGINES + 1) if is_present(region.files[1], each))
+        self._keeper.absent.update(absent)
         found = self._keeper.recover()
         logger.info("%d slots of %d bytes, %d of them found", region.num_slots, region.block_bytes, found)
         if region.num_slots != self._host_bytes // region.block_bytes:
@@ -281,7 +286,7 @@ class Server:
         if self._region is None and connection.files:
             adopted = regions.adopt(connection.files)
             if adopted is not None:
-                self._open(adopted)
+                self._open(adopted, [NOBODY])
         self._tick(time.monotonic())
 
     def _send(self, connection: _Connection, message: Message) -> None:

@@ -207,6 +207,7 @@ def test_the_next_keeper_gets_the_memory_back_from_the_engines(keeper, sign):
         other.forgets()
         keeper.start()
         assert finds_again(other, "abcdef") == 6
+        wait_until(lambda: one.host.cache._messenger.is_up)
         one.stores("abcdefgh")
         assert finds_again(other, "abcdefgh") == 8
 
@@ -347,6 +348,19 @@ def test_a_keeper_of_another_user_that_comes_next_is_not_joined(keeper, monkeypa
         keeper.start()
         wait_until(lambda: "another user" in caplog.text)
         assert engine.serves("abc") == 0
+
+
+def test_a_new_keeper_hands_out_nothing_until_devices_of_engines_that_ended_are_quiet(tmp_path):
+    with KeeperProcess(tmp_path, **{"settle-seconds": 4}) as keeper, PoolEngine(keeper.address) as engine:
+        messenger = engine.host.cache._messenger
+        keeper.kill()
+        keeper.start()
+        wait_until(lambda: messenger.is_up and messenger.connection == 2)
+        came_back = time.monotonic()
+        engine.stores("abc")
+        assert engine.host.statistics().cache.chunks_stored == 0
+        wait_until(lambda: finds_again(engine, "abc"))
+        assert time.monotonic() > came_back + 3
 
 
 def test_a_new_keeper_waits_no_longer_than_for_engines_that_live(tmp_path):
