@@ -427,7 +427,8 @@ class Halves:
         check_tokens("on_device", on_device, num_tokens)
         grid = self.cache.planner.grid_tokens
         outlives = self._tier is not None or self._joined is not None
-        check_keys(keys, num_tokens, grid, persist=outlives, every=self._strict)
+        every = self._strict or self._joined is not None  # other processes take what they lead to
+        check_keys(keys, num_tokens, grid, persist=outlives, every=every)
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:
         for id, num_tokens in tokens.items():

@@ -175,12 +175,14 @@ class KeptCache:
         """As CPUPrefixCache. If another keeper has come since the lookup, the load is planned as failed."""
         running, grid = self._admitted(request_id), self.planner.grid_tokens
         start, stop = running.n0 // grid, boundary // grid
-        question, running.question = running.question, None
+        question = running.question
         if running.load is not None or question is None:
             raise MisuseError(f"request {request_id!r} is loading already, or was admitted without a boundary")
         if boundary % grid or not running.n0 < boundary or stop > self._usable(question, start):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
         self.check_destinations(destinations, running.n0, boundary)
+        hold = self._device.hold(destinations[GROUP])
+        running.question = None
         may_use = self._messenger.begin_use(question.connection)
         slots = tuple((question.slots or ())[start:stop])
         copies = (GroupCopy(GROUP, slots, tuple(destinations[GROUP])),) if may_use else ()
@@ -188,7 +190,7 @@ class KeptCache:
         running.load = _Load(
             plan,
             Chain(None, running.request.keys[start:stop]),
-            hold=self._device.hold(destinations[GROUP]),
+            hold=hold,
             request_id=request_id,
             deadline=now + LOAD_SECONDS,
             question=question if may_use else None,

@@ -475,6 +475,27 @@ def test_keys_that_are_no_sha256_are_refused(keeper):
         engine.host.start("a", [b"k" * 16], num_tokens=5, on_device=0, allocate=lambda *_: None)
 
 
+@pytest.mark.parametrize("odd", [b"k" * 40, keys_of("a")[0]])
+def test_a_key_in_the_middle_that_cannot_be_is_refused_without_strict(keeper, odd):
+    keys = keys_of("abcd")
+    with closing(HostCache(**options(keeper))) as host, pytest.raises(MisuseError, match=r"keys are|same key"):
+        host.start("a", [*keys[:2], odd, keys[3]], num_tokens=17, on_device=0, allocate=lambda *_: None)
+
+
+def test_a_load_that_is_refused_keeps_its_lease_until_the_request_ends(keeper):
+    with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
+        one.stores("abc")
+        cache, load = other.host.cache, other.host.cache.load
+
+        def odd_before(id, boundary, destinations, now):
+            with pytest.raises(MisuseError, match="rule 6"):
+                load(id, boundary + 1, destinations, now)
+            return load(id, boundary, destinations, now)
+
+        cache.load = odd_before
+        assert other.serves("abc") == 3
+
+
 def test_a_second_keeper_at_one_socket_is_refused(keeper):
     command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", "keep", "--host-bytes=1MiB"]
     second = subprocess.run(
