@@ -44,6 +44,7 @@ from cpu_prefix_cache.node.region import Region
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05  # while somebody is waited for
+FULL_SECONDS = 1.0  # for which nobody is accepted after the system has refused
 ADOPT_SECONDS, SETTLE_SECONDS = 5.0, 1.0
 READ_BYTES = 1 << 20
 NUM_FILES = 2  # that go with a hello: the region, and its records
@@ -85,6 +86,7 @@ class Server:
         self._joined: dict[int, _Connection] = {}  # by the number of the engine
         self._leaving = set[int]()
         self._gone_at: dict[int, float] = {}  # when the lock of one that is leaving, or absent, was first seen free
+        self._full_until: float | None = None
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
 
@@ -116,9 +118,13 @@ class Server:
     @property
     def _waits(self) -> bool:
         has_absent = self._keeper is not None and bool(self._keeper.absent)
-        return has_absent or bool(self._leaving) or any(each.hello for each in self._connections.values())
+        has_hello = any(each.hello for each in self._connections.values())
+        return has_absent or has_hello or bool(self._leaving) or self._full_until is not None
 
     def _tick(self, now: float) -> None:
+        if self._full_until is not None and now >= self._full_until:
+            self._full_until = None
+            self._poll.register(self._listener, select.POLLIN)
         waiting = [each for each in self._connections.values() if each.hello is not None]
         if self._region is None and waiting and now >= self._make_until:
             self._make(waiting[0])
@@ -148,6 +154,8 @@ class Server:
             connected, _ = self._listener.accept()
         except OSError as error:  # it is gone already, or there are too many
             logger.warning("an engine was not accepted: %s", error)
+            self._poll.unregister(self._listener)  # else it is reported again at once
+            self._full_until = time.monotonic() + FULL_SECONDS
             return
         if user_of(connected) != os.geteuid():
             logger.warning(

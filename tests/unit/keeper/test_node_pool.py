@@ -588,6 +588,23 @@ def test_a_connection_that_sends_files_and_files_ends(served):
     assert not connected.recv(1 << 16)
 
 
+def test_a_keeper_without_files_to_spare_waits_and_accepts_again(served, monkeypatch):
+    server, connected = served
+    connected.sendall(HELLO)
+    server.step()
+    listener, accept = server._listener, Mock(side_effect=OSError("too many open files"))
+    monkeypatch.setattr(server, "_listener", Mock(wraps=listener, accept=accept, fileno=listener.fileno))
+    with socket.socket(socket.AF_UNIX) as late:
+        late.settimeout(PATIENCE)
+        late.connect(connected.getpeername())
+        late.sendall(HELLO)
+        for _ in range(5):
+            server.step()
+        assert accept.call_count == 1
+        accept.side_effect = listener.accept
+        wait_until(lambda: server.step() or len(server._joined) == 2)
+
+
 def test_a_number_without_the_files_of_the_region_is_refused(served):
     """Else whoever names a number takes the place of an engine that lives, and its leases end."""
     server, connected = served
