@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
@@ -132,54 +133,62 @@ class Halves:
         self._joined: JoinedPool | None = None
         if pool is not None:
             self._joined = JoinedPool(pool, planner, groups)
-        num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
-        region = None if self._joined is None else self._joined.region()
-        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None, region=region)
-        copier = choose_copier(
-            planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
-        ).copier
-        options = CacheOptions(
-            offload=offload,
-            policy=policy,
-            store_after=thresholds.store_after,
-            min_store_tokens=thresholds.min_store_tokens,
-            checkpoint_interval=checkpoint_interval,
-            min_load_tokens=min_load_tokens,
-        )
-        engine = EngineTraits(
-            steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
-            exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
-        )
-        ready = self._arena.ready_blocks
-        self._tier: HostCacheTier | None = None
-        if below is not None:
-            slots = slots_below(below, planner, num_blocks)
-            tiered = TieredCache(
-                planner,
-                device,
-                host_blocks=num_blocks,
-                below=below.options(slots),
-                ready_blocks=ready,
-                options=options,
-                engine=engine,
+        with ExitStack() as undo:
+            if self._joined is not None:
+                undo.callback(self._joined.close)
+            num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
+            region = None if self._joined is None else self._joined.region()
+            self._arena = HostArena(
+                num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None, region=region
             )
-            self.cache: Decider = tiered
-            self._tier = HostCacheTier(below, slots, tiered, groups, self._arena.blocks)
-        elif self._joined is not None:
-            self.cache = self._joined.cache(device, ready_slots=ready, min_load_tokens=min_load_tokens or 0)
-        else:
-            self.cache = CPUPrefixCache(
-                planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
+            if self._joined is not None:
+                self._joined.close_after(self._arena)
+            copier = choose_copier(
+                planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
+            ).copier
+            options = CacheOptions(
+                offload=offload,
+                policy=policy,
+                store_after=thresholds.store_after,
+                min_store_tokens=thresholds.min_store_tokens,
+                checkpoint_interval=checkpoint_interval,
+                min_load_tokens=min_load_tokens,
             )
-        self._worker = CopyWorker(
-            0,
-            copier if wrap_copier is None else wrap_copier(copier, tensors),
-            self._arena,
-            threads=is_cuda if threads is None else threads,
-            load_seconds=load_seconds,
-        )
+            engine = EngineTraits(
+                steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
+                exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
+            )
+            ready = self._arena.ready_blocks
+            self._tier: HostCacheTier | None = None
+            if below is not None:
+                slots = slots_below(below, planner, num_blocks)
+                tiered = TieredCache(
+                    planner,
+                    device,
+                    host_blocks=num_blocks,
+                    below=below.options(slots),
+                    ready_blocks=ready,
+                    options=options,
+                    engine=engine,
+                )
+                self.cache: Decider = tiered
+                self._tier = HostCacheTier(below, slots, tiered, groups, self._arena.blocks)
+            elif self._joined is not None:
+                self.cache = self._joined.cache(device, ready_slots=ready, min_load_tokens=min_load_tokens or 0)
+            else:
+                self.cache = CPUPrefixCache(
+                    planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
+                )
+            self._worker = CopyWorker(
+                0,
+                copier if wrap_copier is None else wrap_copier(copier, tensors),
+                self._arena,
+                threads=is_cuda if threads is None else threads,
+                load_seconds=load_seconds,
+            )
+            self._destinations = Destinations(self.cache, device, groups, strict=strict)
+            undo.pop_all()
         self._device, self._num_blocks = device, num_blocks
-        self._destinations = Destinations(self.cache, device, groups, strict=strict)
         self._strict = strict
         self._max_model_len = max_model_len
         self._process, self._is_closed = os.getpid(), False

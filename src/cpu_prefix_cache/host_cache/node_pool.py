@@ -17,6 +17,7 @@ from cpu_prefix_cache.offload.device import Device
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.kv_layout import KVGroup
+    from cpu_prefix_cache.memory.arena import HostArena
 
 
 class JoinedPool:
@@ -61,6 +62,10 @@ class JoinedPool:
     def reset(self, revision: str | None) -> None:
         self._cache.reset(revision)
 
+    def close_after(self, arena: "HostArena") -> None:
+        """Close when nobody has the arena any more, for a HostCache that is dropped without `close`."""
+        self._messenger.close_after(arena)
+
     def close(self) -> None:
-        """No copy is under way any more."""
+        """No copy is under way any more. May be called again."""
         self._messenger.close()

@@ -15,6 +15,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from cpu_prefix_cache.keeper.protocol import (
     check_greeted,
     encoded,
 )
+from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.shared_file import user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.node.presence import OwnPresence
@@ -109,6 +111,10 @@ class SocketMessenger:
         os.close(self._wake)
         for file in self.files:
             os.close(file)
+
+    def close_after(self, region: object) -> None:
+        """Close when nobody has this any more, which copies use, or when the process ends."""
+        weakref.finalize(region, end_outside_of, [self._thread], os.getpid(), self.close)
 
     def _send_name(self) -> None:
         """With the lock held, so that the last name is the last that is sent."""

@@ -1,5 +1,6 @@
 """Engines on the pool of a keeper that is a process of its own: what they find of each other, and all its bytes."""
 
+import gc
 import os
 import signal
 import socket
@@ -648,3 +649,28 @@ def test_no_thread_is_left_behind(keeper):
     with PoolEngine(keeper.address):
         assert threading.active_count() > before
     assert threading.active_count() == before
+
+
+def broken(copier, tensors):
+    raise RuntimeError("a copier of the user")
+
+
+def test_a_host_cache_that_cannot_be_built_leaves_the_keeper(keeper):
+    gc.collect()
+    before, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="of the user") as raised:
+            PoolEngine(keeper.address, wrap_copier=broken)
+        assert threading.active_count() == before and raised.tb  # whose frames have the cache
+        del raised
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_host_cache_that_is_dropped_leaves_the_keeper(keeper):
+    before = threading.active_count()
+    engine = PoolEngine(keeper.address)
+    assert threading.active_count() > before
+    del engine
+    gc.collect()
+    wait_until(lambda: threading.active_count() == before)
