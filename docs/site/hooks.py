@@ -83,7 +83,7 @@ def translated(link: str, home: str, uri: str) -> str:
 
 
 def split(link: str, home: str) -> tuple[str | None, str]:
-    """What a link of a page leads to, as a path of the repository, and its fragment; None: within the page, or away."""
+    """The target of a link of a page, as a path of the repository, and its fragment; None: within the page, or away."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc or not parts.path:
         return None, ""

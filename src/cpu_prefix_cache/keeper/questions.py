@@ -88,8 +88,7 @@ class Questions:
         """Time has come to `now`, in seconds."""
         late = [each for each in self._open.values() if now >= each.deadline]
         for question in late:
-            del self._open[question.id]
-            self._messenger.send(question.connection, Message(Kind.RELEASE, question.id))
+            self.give_up(question)
             question.slots = ()
             self.unanswered += 1
             self._unanswered_in_a_row += 1

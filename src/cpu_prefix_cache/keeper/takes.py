@@ -99,7 +99,7 @@ class Takes:
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds."""
         is_up = self._messenger.is_up
-        for take in [*self._open.values(), *self._again]:
+        for take in self._all():
             if now >= take.deadline or not is_up or take.connection != self._messenger.connection:
                 self.drop(take)
 
@@ -116,8 +116,11 @@ class Takes:
         self._device.release(take.hold)
 
     def reset(self) -> None:
-        for take in [*self._open.values(), *self._again]:
+        for take in self._all():
             self.drop(take)
+
+    def _all(self) -> list[Take]:
+        return [*self._open.values(), *self._again]
 
     def _ask(self, take: Take) -> None:
         self._open[take.id] = take

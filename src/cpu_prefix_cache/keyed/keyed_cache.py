@@ -192,7 +192,6 @@ class KeyedCache:
         """Plan a load into these blocks. It is gone if some of it is not here any more."""
         load = KeyedLoad([*keys], blocks)
         load.is_gone = not self._begin(load, now)
-        load.waits = False
         return load
 
     def take_ready(self) -> list[KeyedLoad]:
@@ -218,7 +217,6 @@ class KeyedCache:
             copies, sides, begin = [], [], end
         if sides:
             load.transfers.append(self._load(Chain(None, ()), sides, copies, now))
-        load.waits = False
         return True
 
     def _first(self, keys: Sequence[bytes], blocks: Given) -> int:

@@ -20,7 +20,7 @@ class KeyedLoad:
     keys: Sequence[bytes]
     blocks: Given
     transfers: list[LoadTransfer] = field(default_factory=list)
-    waits: bool = True
+    waits: bool = False
     is_gone: bool = False
     pin: Pin | None = None
     deadline: float = 0.0

@@ -102,8 +102,13 @@ class TieredKeyedCache(KeyedCache):
     def _is_below(self, load: KeyedLoad) -> bool:
         """Whether host and tier together have all of it, or will."""
         names = self._names(load)
-        lacking = [name for name, is_here in zip(names, presence(self._find(names)), strict=True) if not is_here]
-        return not self.is_off and all(name in self.edge.ledger.writing for name in lacking)
+        return self._has_or_reads(names, self._find(names))
+
+    def _has_or_reads(self, names: Sequence[bytes], found: Sequence[Nodes]) -> bool:
+        """Whether what none of these pools has is being written to the host."""
+        writing = self.edge.ledger.writing
+        here = zip(names, presence(found), strict=True)
+        return not self.is_off and all(is_here or name in writing for name, is_here in here)
 
     def _hold(self, load: KeyedLoad) -> None:
         """Keep what the host has of it by now."""
@@ -146,15 +151,14 @@ class TieredKeyedCache(KeyedCache):
 
     def _advance(self) -> None:
         """Begin the loads that have all they need, and end those that will not."""
-        writing = self.edge.ledger.writing
         for load in list(self._waiting):
             if not self._begin(load, self._now):
                 names = self._names(load)
-                lacking = [name for name, node in zip(names, self.pool.find_all(names), strict=True) if node is None]
-                if not self.is_off and self._now < load.deadline and all(name in writing for name in lacking):
+                if self._now < load.deadline and self._has_or_reads(names, [self.pool.find_all(names)]):
                     self._hold(load)
                     continue
-                load.is_gone, load.waits = True, False
+                load.is_gone = True
+            load.waits = False
             self._waiting.remove(load)
             self._ready.append(load)
             if load.pin is not None:
