@@ -220,3 +220,17 @@ class Engine:
         allocator = self.model.allocator
         full = getattr(allocator, "full_attn_allocator", allocator)
         return self.model.tokens - full.available_size() - self.tree.full_evictable_size()
+
+
+PROMPT = list(range(100, 150))
+LONGER = [*PROMPT, 1]  # of states, there is one at the end of what was computed
+
+
+@contextmanager
+def evicted(kind: Kind, host_bytes: str = "1MiB", **options: Any) -> Iterator[Engine]:
+    """An engine that has computed PROMPT, which the host alone has now."""
+    with server_args(host_bytes=host_bytes) as args:
+        engine = Engine(args, kind, **options)
+        engine.run(PROMPT)
+        engine.evict()
+        yield engine

@@ -10,11 +10,9 @@ import pytest
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, LateCopier
 from tests.sglang.copiers import Failing, with_copier
-from tests.sglang.engine import VOCABULARY, Engine, server_args
+from tests.sglang.engine import LONGER, PROMPT, VOCABULARY, Engine, evicted, server_args
 from tests.sglang.models import KINDS
 
-PROMPT = list(range(100, 150))
-LONGER = [*PROMPT, 1]
 KIND = KINDS["all"]
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -35,10 +33,7 @@ def check(engine):
 @every_kind
 def test_a_load_that_fails_aborts_its_request_and_the_next_one_computes(monkeypatch, kind):
     copiers = with_copier(monkeypatch, Failing)
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         copiers[0].fails = Direction.LOAD
         engine.run(LONGER)
         assert len(engine.aborted) == 1
@@ -65,10 +60,7 @@ def test_a_store_that_fails_is_offered_again(monkeypatch, kind):
 
 @every_kind
 def test_a_client_that_goes_while_its_request_waits(kind):
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         request = engine.submit(LONGER)
         request.init_next_round_input(engine.tree)
         assert request.host_hit_length
@@ -81,10 +73,7 @@ def test_a_client_that_goes_while_its_request_waits(kind):
 
 @every_kind
 def test_a_load_that_is_cancelled_before_it_has_begun(kind):
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         before = engine.linker.host.statistics().cache.bytes_loaded
         request = engine.submit(LONGER)
         admitted = engine._admit()
@@ -97,10 +86,7 @@ def test_a_load_that_is_cancelled_before_it_has_begun(kind):
 
 @every_kind
 def test_a_client_that_goes_when_half_of_its_prompt_is_computed(kind):
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind, chunk=16)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind, chunk=16) as engine:
         request = engine.submit([*PROMPT[:20], *range(500, 540)])
         engine.step()
         assert request is engine.chunked
@@ -112,10 +98,7 @@ def test_a_client_that_goes_when_half_of_its_prompt_is_computed(kind):
 @every_kind
 def test_a_promise_that_was_evicted_meanwhile_is_computed(kind):
     """SGLang keeps a promise of an earlier round, in which a request was not admitted."""
-    with server_args(host_bytes="12KiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind, "12KiB") as engine:
         request = engine.submit(LONGER)
         request.init_next_round_input(engine.tree)
         promised = request.host_hit_length

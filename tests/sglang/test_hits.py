@@ -6,11 +6,9 @@ from connector.sglang.layers import LayerWaits
 from cpu_prefix_cache.by_keys import KeyedHostCache
 from cpu_prefix_cache.testing import CorruptingCopier, LateCopier
 from tests.sglang.copiers import with_copier
-from tests.sglang.engine import Engine, server_args
+from tests.sglang.engine import LONGER, PROMPT, Engine, evicted, server_args
 from tests.sglang.models import KINDS, WINDOW_TOKENS
 
-PROMPT = list(range(100, 150))
-LONGER = [*PROMPT, 1]  # of states, there is one at the end of what was computed
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
@@ -21,10 +19,7 @@ def left(kind):
 
 @every_kind
 def test_a_prompt_comes_back_from_the_host(kind):
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         engine.computed = 0
         engine.run(LONGER)
         assert engine.computed == left(kind)
@@ -34,10 +29,7 @@ def test_a_prompt_comes_back_from_the_host(kind):
 @every_kind
 def test_nothing_is_loaded_that_the_device_has(kind):
     """The tree has the prompt, and the host alone has how it went on."""
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         engine.run(PROMPT[:20])
         engine.computed = 0
         engine.run(LONGER)
@@ -65,10 +57,7 @@ def test_a_damaged_piece_of_any_kind_is_seen(monkeypatch, name, group):
     """The control of all stories here. Of a group the last piece is damaged: also of a window all of it is read."""
     last = slice(-1, None)
     with_copier(monkeypatch, lambda copier, tensors: CorruptingCopier(copier, tensors, group, blocks=last))
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, KINDS[name])
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(KINDS[name]) as engine:
         engine.run(LONGER)
         damaged = ("full", "window", "state")[group] if name != "state" else ("full", "state")[group]
         assert engine.wrong
@@ -78,10 +67,7 @@ def test_a_damaged_piece_of_any_kind_is_seen(monkeypatch, name, group):
 @every_kind
 def test_a_layer_waits_until_it_has_come(monkeypatch, kind):
     with_copier(monkeypatch, LateCopier)
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         engine.run(LONGER)
         assert engine.wrong == [] and engine.linker.host.statistics().cache.bytes_loaded
 
@@ -91,10 +77,7 @@ def test_a_layer_that_does_not_wait_is_seen(monkeypatch, kind):
     """The control of the one before."""
     with_copier(monkeypatch, LateCopier)
     monkeypatch.setattr(LayerWaits, "wait_until", lambda self, layer: None)
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         for part in (part for group in engine.linker.pools.values() for part in group.parts):
             part.rows.fill_(0xDD)
         engine.run(LONGER)
@@ -110,10 +93,7 @@ def test_a_window_is_restored_whole_or_not_at_all(monkeypatch, name):
     monkeypatch.setattr(
         KeyedHostCache, "put", lambda host, keys, blocks: put(host, keys, [blocks[0], blocks[1][-kept:], *blocks[2:]])
     )
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, kind)
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(kind) as engine:
         engine.computed = 0
         engine.run(LONGER)
         assert engine.computed == len(LONGER)
@@ -122,10 +102,7 @@ def test_a_window_is_restored_whole_or_not_at_all(monkeypatch, name):
 
 def test_prompts_of_different_names_do_not_meet():
     """SGLang's `extra_key` (of an adapter, or given by a client) is part of its hashes."""
-    with server_args(host_bytes="1MiB") as args:
-        engine = Engine(args, KINDS["full"])
-        engine.run(PROMPT)
-        engine.evict()
+    with evicted(KINDS["full"]) as engine:
         engine.computed = 0
         engine.submit(PROMPT, extra_key="another")
         engine.drain()

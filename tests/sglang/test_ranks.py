@@ -11,9 +11,9 @@ import torch.distributed
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import FailingCopier, LateCopier
 from tests.sglang.copiers import Failing, with_copier
-from tests.sglang.engine import Engine, server_args
+from tests.sglang.engine import LONGER, PROMPT, Engine, server_args
 from tests.sglang.models import KINDS
-from tests.sglang.test_faults import LONGER, PROMPT, requests
+from tests.sglang.test_faults import requests
 
 SECONDS = 100
 FORK = multiprocessing.get_context("fork")  # SGLang takes seconds to import
