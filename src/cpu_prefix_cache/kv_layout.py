@@ -48,7 +48,8 @@ class KVGroup:
             group.form.check(str(part), part.content, part.rows.shape[1])
         self.group, self.parts, self.tensors, self.spelled = group, parts, canonical(parts), spelled(parts)
         self.num_blocks = min(part.rows.shape[0] for part in parts)
-        self.layers = sorted({part.layer for part in parts})
+        self.part_layers = sorted(part.layer for part in parts)  # of the tensors
+        self.layers = sorted(set(self.part_layers))
 
 
 # Below, `options` are other fields of the group; the bytes of a block are those of the parts.

@@ -86,7 +86,7 @@ class HostLinker(UnifiedCacheLinker):
         if not self._queued:
             return -1
         with self._behind_compute():
-            loads = [self.host.load(each.keys, each.blocks) for each in self._queued.values()]
+            loads = self.host.load_together([(each.keys, each.blocks) for each in self._queued.values()])
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         return self.layer_done_counter.begin(loads)

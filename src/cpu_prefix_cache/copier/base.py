@@ -1,6 +1,6 @@
 """The protocol that every copier keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -34,6 +34,17 @@ class Copier(Protocol):
         """How many pieces a copy has, for an exchange (exchange.py). Raises MisuseError for what `submit` refuses, and
         here, as a copier need not exchange blocks."""
         raise MisuseError("this copier exchanges no blocks")
+
+    def sections(self, group: int) -> Sequence[int]:
+        """The section of `submit_sections` that brings each part of a group. None listed: the last one brings all."""
+        return ()
+
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+        """As `submit`, a load that brings its pieces section by section. `submitted` is called with the event of each
+        section's end, at least one, when it has been submitted."""
+        event = self.submit(Direction.LOAD, copies, after)
+        submitted(event)
+        return event
 
     def part_pieces(self, copy: GroupCopy) -> int:
         """How many pieces a part (`submit_part`) has that crosses fastest; 0: any."""

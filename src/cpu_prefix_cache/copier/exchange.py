@@ -55,7 +55,8 @@ def _go_in_portions(load: TransferPlan, store: TransferPlan) -> bool:
     """Whether that pays for a store that overwrites nothing which the load reads, and can be had."""
     groups = {copy.group for copy in (*load.copies, *store.copies)}
     is_one = len(load.copies) == len(store.copies) == len(groups) == 1
-    return is_one and load.num_bytes > PORTION_BYTES and not store.holds_compute and not store.after
+    is_free = not (load.holds_compute or store.holds_compute or store.after)
+    return is_one and load.num_bytes > PORTION_BYTES and is_free
 
 
 @dataclass(slots=True, eq=False)

@@ -67,7 +67,7 @@ def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
     parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
     if group.is_coded or min(part.shape[1] for part in parts) < direct_bytes:
         return None
-    offsets = piece_offsets((part.shape[1] for part in parts), group.piece.device_blocks)
+    offsets = piece_offsets((part.shape[1] for part in parts), group.piece.device_blocks, group.offsets[0])
     return BoundGroup(group.piece, tuple(parts), offsets)
 
 

@@ -5,12 +5,13 @@ One thread at a time asks a copier's event. Where that raises, the transfer has 
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.streams import NAP_SECONDS, Event, Passed
 from cpu_prefix_cache.messages.errors import CopyFailed
 from cpu_prefix_cache.messages.plan import TransferPlan
 
@@ -25,6 +26,7 @@ class CopyRecord:
     transfer: TransferPlan
     submission: "Future[None]" = field(default_factory=Future)
     event: Event | None = None  # of the transfer's end
+    sections: list[Event] = field(default_factory=list)  # of a load that holds compute: the ends of those submitted
     after: Event = field(default_factory=Passed)  # it touches device blocks only then
     began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
     is_begun: bool = False  # it is in the queue of its thread, or was
@@ -91,32 +93,58 @@ def _until_ended(copy: CopyRecord) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EndOf(Event):
-    """The end of a transfer, perhaps not submitted yet. A failure is raised again and again."""
+    """The end of a transfer, perhaps not submitted yet, or of its first sections up to this one. A failure is raised
+    again and again.
+    """
 
     copy: CopyRecord
+    section: int | None = None
 
     def passed(self) -> bool:
-        return self._well(ended(self.copy)) is not None
+        end = self._of_section
+        return self._well(ended(self.copy)) is not None or (end is not None and bool(self._asked(end.passed)))
 
     def until_passed(self) -> None:
-        _until_ended(self.copy)
+        end = None if self.section is None else self._submitted()
+        if end is None:
+            _until_ended(self.copy)
+        else:
+            self._asked(end.until_passed)
         self._well(ended(self.copy))
 
     def submitted(self) -> Event:
         """The copier's own event, which streams of a device can wait for. Waits until there is one."""
-        with suppress(CancelledError):
-            self.copy.submission.exception()
+        end = self._submitted()
         self._well(ended(self.copy))
-        return self.copy.event or Passed()
+        return end or self.copy.event or Passed()
+
+    @property
+    def _of_section(self) -> Event | None:
+        sections = self.copy.sections
+        return sections[self.section] if self.section is not None and self.section < len(sections) else None
+
+    def _submitted(self) -> Event | None:
+        """Wait until that has been submitted. The section's end, or that of the last; without sections None."""
+        if self.section is None:
+            with suppress(CancelledError):
+                self.copy.submission.exception()
+        while self._of_section is None and not self.copy.submission.done():
+            time.sleep(NAP_SECONDS)
+        return self._of_section or next(reversed(self.copy.sections), None)
 
     def hold(self, hold: Callable[[Event], object]) -> None:
         """Have compute wait for it: `hold` is given the copier's own event. An error that it meets is a failure."""
         event = self.submitted()
-        try:
-            hold(event)
-        except Exception as error:
-            note_failure(self.copy, error)
-            self._well(False)
+        self._asked(lambda: hold(event))
+
+    def _asked(self, ask: Callable[[], object]) -> object:
+        """The answer of an event of the copier. What it raises is a failure."""
+        with self.copy.looking:
+            try:
+                return ask()
+            except Exception as error:
+                note_failure(self.copy, error)
+        return self._well(False)
 
     def _well(self, went_well: bool | None) -> bool | None:
         if went_well is False:
@@ -126,8 +154,8 @@ class EndOf(Event):
 
 @dataclass(frozen=True, slots=True)
 class EndOfAll(Event):
-    """The end of transfers that may not have begun yet. `ends` are theirs, or None before they begin, unless that is to
-    be awaited.
+    """The end of transfers that may not have begun yet, or of sections of them. `ends` are theirs, or None before they
+    begin, unless that is to be awaited.
     """
 
     ends: Callable[[bool], Sequence[EndOf] | None]

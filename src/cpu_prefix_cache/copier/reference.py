@@ -11,7 +11,7 @@ The pieces of a copy are taken in portions:
 Both pools hand out neighbours where they can.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import eq
@@ -21,6 +21,7 @@ import torch
 from cpu_prefix_cache.copier import coded_form
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
+from cpu_prefix_cache.copier.sections import in_sections
 from cpu_prefix_cache.copier.streams import Event, Passed, Stored, compute_event
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
@@ -41,6 +42,7 @@ class ReferenceCopier(Copier):
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
         self._groups = tuple(map(_joined, self._binding.groups))
+        self._sections = list(map(in_sections, self._binding.groups))
 
     def here(self) -> Event:
         return compute_event(self._binding.device)
@@ -49,25 +51,45 @@ class ReferenceCopier(Copier):
         self._binding.check(direction, copies)
         after.until_passed()
         try:
-            unfit: list[int] = []
-            for copy in copies:
-                group = self._groups[copy.group]
-                filled = -(-group.piece.num_bytes // self._binding.host.shape[1])  # the others hold nothing
-                for device_blocks, host_blocks in _portions(copy, group.piece):
-                    device_rows = _rows(device_blocks, self._binding.device)
-                    columns = (host_blocks[at :: group.piece.host_blocks] for at in range(filled))
-                    host_rows = [_rows(column, self._binding.host.device) for column in columns]
-                    if direction is Direction.LOAD:
-                        self._load(group, device_rows, host_rows)
-                        continue
-                    pieces = self._store(group, device_rows, host_rows)
-                    unfit += [host_blocks[at * group.piece.host_blocks] for at in sorted(pieces)]
+            unfit = [block for copy in copies for block in self._copy(direction, self._groups[copy.group], copy)]
         finally:
             self.here().until_passed()
         return Stored(Passed(), Passed(), lambda: unfit)
 
+    def _copy(self, direction: Direction, group: BoundGroup, copy: GroupCopy) -> list[int]:
+        """Copy some parts of the pieces. The first host blocks of the pieces that do not fit."""
+        unfit: list[int] = []
+        filled = -(-group.piece.num_bytes // self._binding.host.shape[1])  # the others hold nothing
+        for device_blocks, host_blocks in _portions(copy, group.piece):
+            device_rows = _rows(device_blocks, self._binding.device)
+            columns = (host_blocks[at :: group.piece.host_blocks] for at in range(filled))
+            host_rows = [_rows(column, self._binding.host.device) for column in columns]
+            if direction is Direction.LOAD:
+                self._load(group, device_rows, host_rows)
+                continue
+            pieces = self._store(group, device_rows, host_rows)
+            unfit += [host_blocks[at * group.piece.host_blocks] for at in sorted(pieces)]
+        return unfit
+
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self._binding.num_pieces(direction, copy)
+
+    def sections(self, group: int) -> Sequence[int]:
+        return [at for at, section in enumerate(self._sections[group]) for _ in section.parts]
+
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+        self._binding.check(Direction.LOAD, copies)
+        after.until_passed()
+        try:
+            for at in range(max(map(len, self._sections))):
+                for copy in copies:
+                    for section in self._sections[copy.group][at : at + 1]:
+                        self._copy(Direction.LOAD, section, copy)
+                self.here().until_passed()
+                submitted(Passed())
+        finally:
+            self.here().until_passed()
+        return Passed()
 
     def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> set[int]:
         """`host_rows`: the first host blocks of all pieces, the second ones, and so on. Which pieces do not fit."""

@@ -16,8 +16,8 @@ loads (loads_first.py).
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import sub
@@ -31,6 +31,7 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, Unfit, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
+from cpu_prefix_cache.copier.sections import in_sections
 from cpu_prefix_cache.copier.streams import AllOf, Event, LinkStreams, ReadsOf, Stored, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
@@ -98,10 +99,20 @@ class StagedCopier(Copier):
         end = partial(_synchronize, self._working, stores, loads)
         weakref.finalize(self, end_outside_of, (), os.getpid(), end).atexit = False
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
+            through = partial(ThroughRing, region=region, slot_bytes=slot_bytes, tiling=tiling)
             self._paths = [
-                ThroughRing(group, region, slot_bytes, tiling) if whole is None else Direct(whole, region)
+                through(group) if whole is None else Direct(whole, region)
                 for group, whole in zip(groups, direct, strict=True)
             ]
+            cut = list(map(in_sections, groups))
+            self._sections = [
+                _by_section(sections, path, through, partial(without_ring, direct_bytes=direct_bytes), region)
+                for sections, path in zip(cut, self._paths, strict=True)
+            ]
+        self._section_of = [
+            [at for at, section in enumerate(sections) for _ in section.parts] if len(paths) > 1 else []
+            for sections, paths in zip(cut, self._sections, strict=True)
+        ]
         names = [group.piece.group.name for group in direct if group is not None]
         self.paths = f"directly: {', '.join(names) or 'no group'}; through the ring: {len(staged)} groups"
 
@@ -113,6 +124,9 @@ class StagedCopier(Copier):
 
     def num_pieces(self, direction: Direction, copy: GroupCopy) -> int:
         return self._binding.num_pieces(direction, copy)
+
+    def sections(self, group: int) -> Sequence[int]:
+        return self._section_of[group]
 
     def part_pieces(self, copy: GroupCopy) -> int:
         return self._paths[copy.group].slice_pieces
@@ -130,27 +144,60 @@ class StagedCopier(Copier):
     def submit_part(self, direction: Direction, copy: GroupCopy, after: Event) -> Event:
         return self._submit(direction, [copy], after, is_part=True)
 
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+        self._binding.check(Direction.LOAD, copies)
+        ring = self._rings[Direction.LOAD]
+        filled = [copy for copy in copies if copy.host_blocks]
+        with self._submitting(ring.streams, self._loads_first.loading()):
+            for at in range(max((len(self._sections[copy.group]) for copy in filled), default=1)):
+                for copy in filled:
+                    for path in self._sections[copy.group][at : at + 1]:
+                        path.submit(Direction.LOAD, copy, ring, after, at > 0)
+                submitted(ring.streams.record())
+            return ring.streams.record()
+
+    @contextmanager
+    def _submitting(self, streams: LinkStreams, beside: AbstractContextManager[None]) -> Iterator[None]:
+        try:
+            with self._working(), beside:
+                yield
+        except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
+            _synchronize(self._working, streams)
+            raise
+
     def _submit(self, direction: Direction, copies: Sequence[GroupCopy], after: Event, is_part: bool = False) -> Event:
         self._binding.check(direction, copies)
         ring = self._rings[direction]
         loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
         coded = list[Unfit]()  # kernels write to their flags: nothing but an end may drop them
-        try:
-            with self._working(), loading:
-                for copy in (each for each in copies if each.host_blocks):
-                    unfit = self._paths[copy.group].submit(direction, copy, ring, after, is_part)
-                    if unfit is not None:
-                        coded.append(unfit)
-                event = ring.streams.record()
-        except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
-            _synchronize(self._working, ring.streams)
-            raise
+        with self._submitting(ring.streams, loading):
+            for copy in (each for each in copies if each.host_blocks):
+                unfit = self._paths[copy.group].submit(direction, copy, ring, after, is_part)
+                if unfit is not None:
+                    coded.append(unfit)
+            event = ring.streams.record()
         if direction is Direction.LOAD:
             return event
         *kernels, _ = event.events
         are_gathered = all(isinstance(self._paths[copy.group], ThroughRing) for copy in copies)
         reads = AllOf(kernels) if are_gathered else event
         return Stored(event, reads, lambda: [b for unfit in coded for b in unfit.found()])
+
+
+def _by_section(
+    sections: Sequence[BoundGroup],
+    whole: Direct | ThroughRing,
+    through: Callable[[BoundGroup], ThroughRing],
+    without: Callable[[BoundGroup], BoundGroup | None],
+    region: Region,
+) -> Sequence[Direct | ThroughRing]:
+    """The paths of a group's sections: of the kind that the whole group takes, else that one alone."""
+    if len(sections) == 1:
+        return [whole]
+    if isinstance(whole, ThroughRing):
+        return list(map(through, sections))
+    direct = [group for group in map(without, sections) if group is not None]
+    return [Direct(group, region) for group in direct] if len(direct) == len(sections) else [whole]
 
 
 def _synchronize(working: Callable[[], AbstractContextManager[None]], *pairs: LinkStreams) -> None:

@@ -11,6 +11,8 @@ in portions, in turn (exchange.py). Stores that hold compute are submitted as on
 compute is given its step behind them. Without threads `run` submits transfers itself, and raises an interrupt again
 once its transfer has failed.
 
+Loads that hold compute are submitted as one, section by section (sections.py): compute may go on with each section.
+
 A load has a deadline. A load that is still waiting then is cancelled. A load that is moving cannot be called back: it
 is reported as late, and as failed when it has ended.
 
@@ -99,18 +101,17 @@ class CopyWorker:
             later = {store for stores in exchanged.values() for store in stores}  # they begin with their load
             for copy in new.values():
                 copy.began, copy.after = began, early if copy.transfer.is_early else here
-            first = [
-                copy
-                for id, copy in new.items()
-                if copy.transfer.holds_compute and copy.transfer.copies and id not in later
-            ]
+            holding = [copy for copy in new.values() if copy.transfer.holds_compute and copy.transfer.copies]
+            first = [copy for copy in holding if _stores(copy) and copy.transfer.id not in later]
             for is_early in (True, False) if first and not self._closed else ():
                 self._hold_compute([copy for copy in first if copy.transfer.is_early is is_early])
             if first and not self._closed:
                 self._here = self._copier.here()  # what is early in the next plan comes after these, too
+            together = [copy for copy in holding if not _stores(copy) and copy.transfer.id not in exchanged]
             for id, copy in new.items():
-                if id not in later:
+                if id not in later and copy not in together:
                     self._begin(copy, [new[store] for store in exchanged.get(id, ())])
+            self._load_together(together)
         except BaseException:  # copies that an interrupt keeps from being begun are reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
@@ -162,7 +163,7 @@ class CopyWorker:
             each.is_begun = True
         named = [self._copies[id] for id in transfer.after if id in self._copies]
         before = [each for each in named if each.transfer.copies and not each.transfer.failed]
-        if transfer.holds_compute and copy.submission.done():
+        if transfer.holds_compute and _stores(copy) and copy.submission.done():
             return
         if transfer.failed or self._closed:
             copy.submission.cancel()
@@ -179,6 +180,18 @@ class CopyWorker:
             self._jobs[transfer.direction].put(partial(_submit, copy, before, self._copier, clock))
         else:
             _submit(copy, before, self._copier, None)
+
+    def _load_together(self, loads: Sequence[CopyRecord]) -> None:
+        """Submit loads that hold compute as one, section by section, behind the stores of what they overwrite."""
+        for copy in loads:
+            copy.is_begun = True
+            if copy.transfer.failed or self._closed:
+                copy.submission.cancel()
+        before = [self._copies[id] for copy in loads for id in copy.transfer.after if id in self._copies]
+        if loads and self._jobs:
+            self._jobs[Direction.LOAD].put(partial(_submit_sections, loads, before, self._copier, self._clock))
+        elif loads:
+            _submit_sections(loads, before, self._copier, None)
 
     def _hold_compute(self, stores: Sequence[CopyRecord]) -> None:
         """Submit stores as one, and have compute run after it: a decode step may have one of each request."""
@@ -270,6 +283,41 @@ def _submit(copy: CopyRecord, before: Sequence[CopyRecord], copier: Copier, cloc
             raise
     else:
         copy.submission.set_result(None)
+
+
+def _submit_sections(
+    loads: Sequence[CopyRecord], before: Sequence[CopyRecord], copier: Copier, clock: Callable[[], float] | None
+) -> None:
+    """As `_submit`, several loads as one."""
+    begun = list[CopyRecord]()
+    try:
+        with copier.awaiting_stores() if before else nullcontext():
+            await_ended(before)
+        begun = [copy for copy in loads if copy.submission.set_running_or_notify_cancel()]
+        if not begun:
+            return
+        taken_up = None if clock is None else clock()
+        event = _Shared(copier.submit_sections(_joined(begun), begun[0].after, partial(_note_section, begun)))
+        seconds = None if clock is None or taken_up is None else clock() - taken_up
+        total = sum(copy.transfer.num_bytes for copy in begun)
+        for copy in begun:
+            copy.taken_up = taken_up
+            copy.submitted_in = None if seconds is None or not total else seconds * copy.transfer.num_bytes / total
+            copy.event = event
+            copy.submission.set_result(None)
+    except BaseException as error:
+        _refuse(begun, error)
+        if not isinstance(error, Exception):
+            raise
+
+
+def _note_section(loads: Sequence[CopyRecord], end: Event) -> None:
+    for copy in loads:
+        copy.sections.append(end)
+
+
+def _stores(copy: CopyRecord) -> bool:
+    return copy.transfer.direction is Direction.STORE
 
 
 def _take_up(copies: Mapping[int, CopyRecord], id: int, end: Event) -> bool:

@@ -1,15 +1,15 @@
 """Handles of what a KeyedHostCache copies: `put` returns a CopyHandle, `load` a LoadHandle.
 
-    is_done    all has ended: the device blocks of a put may be written to, those of a load may be read
-    ok         whether no copy has failed, and of a load whether it was all here; what the host has, a lookup reports
-    layers     of a load, an event for each layer, for a forward that begins with the first while others come
-
-A copier that moves all layers together has the same event for each: that of the end.
+is_done    all has ended: the device blocks of a put may be written to, those of a load may be read
+ok         whether no copy has failed, and of a load whether it was all here; what the host has, a lookup reports
+layers     of a load, an event for each layer, for a forward that begins with the first while others come
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.messages.errors import CopyFailed, MisuseError
@@ -76,11 +76,15 @@ class CopyHandle:
 
 
 class LoadHandle(CopyHandle):
-    """A load into `num_layers` layers. `hold` has compute wait for an event of the copier."""
+    """A load. `sections` has for each layer the section with which all of it has come, and of those before it; None:
+    the last. `hold` has compute wait for an event of the copier.
+    """
 
-    def __init__(self, see: Callable[[], object], *, num_layers: int, hold: "Callable[[Event], object]") -> None:
+    def __init__(
+        self, see: Callable[[], object], *, sections: Sequence[int | None], hold: "Callable[[Event], object]"
+    ) -> None:
         super().__init__(see)
-        self._num_layers, self._hold = num_layers, hold
+        self._sections, self._hold = sections, hold
 
     @property
     def layers(self) -> "Sequence[Event]":
@@ -90,7 +94,7 @@ class LoadHandle(CopyHandle):
         """
         from cpu_prefix_cache.copier.record import EndOfAll
 
-        return [EndOfAll(self._load_ends)] * self._num_layers
+        return [EndOfAll(partial(self._load_ends, section)) for section in self._sections]
 
     def hold_compute(self, layer: int) -> None:
         """Have what compute is given from now on run after this layer has come. Waits until the copy is submitted.
@@ -98,13 +102,13 @@ class LoadHandle(CopyHandle):
         Raises CopyFailed if it has failed by then. A later failure is known when it `is_done`, and what was computed
         meanwhile is wrong. Raises MisuseError for a layer that does not exist.
         """
-        if not is_whole(layer) or layer >= self._num_layers:
-            raise MisuseError(f"there are layers 0 to {self._num_layers - 1}, got {layer!r}")
-        for end in self._load_ends(is_awaited=True) or ():
+        if not is_whole(layer) or layer >= len(self._sections):
+            raise MisuseError(f"there are layers 0 to {len(self._sections) - 1}, got {layer!r}")
+        for end in self._load_ends(self._sections[layer], is_awaited=True) or ():
             end.hold(self._hold)
 
-    def _load_ends(self, is_awaited: bool) -> "Sequence[EndOf] | None":
-        """The ends of its transfers; None: they have not begun, and that is not awaited."""
+    def _load_ends(self, section: int | None, is_awaited: bool) -> "Sequence[EndOf] | None":
+        """The ends of this section of its transfers; None: they have not begun, and that is not awaited."""
         if not is_awaited and self._ends is None:
             self._see()
         ends = self._begun_ends() if is_awaited else self._ends
@@ -112,4 +116,4 @@ class LoadHandle(CopyHandle):
             if not ends:
                 raise CopyFailed("some of these keys are not here any more: nothing was loaded")
             raise CopyFailed("this load has failed, or a reset came: its blocks hold anything")
-        return ends
+        return None if ends is None else [replace(end, section=section) for end in ends]

@@ -3,7 +3,7 @@
     put(keys, blocks)     ->  CopyHandle    the host copies what it lacks; until that is done nobody writes to blocks
     lookup(keys)          ->  FoundKeys     a lease: what was found stays, until
     release(found)
-    load(keys, blocks)    ->  LoadHandle    an event for each layer
+    load(keys, blocks)    ->  LoadHandle    an event for each layer; load_together for what one forward waits for
 
 A key is that of a full chunk and of all before it. `blocks` has a list for each group, of the last of the keys:
 
@@ -16,7 +16,7 @@ intersect, and whether all loads have ended well to reduce, as it does for its o
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -38,6 +38,7 @@ from cpu_prefix_cache.slab.identity import check_identity
 from cpu_prefix_cache.slab.tier import Tier
 
 if TYPE_CHECKING:
+    from cpu_prefix_cache.copier.base import Copier
     from cpu_prefix_cache.host_cache.halves import CopierWrapper
     from cpu_prefix_cache.kv_layout import KVGroup
 
@@ -131,7 +132,7 @@ class KeyedHostCache:
         self._sizes = [each.num_blocks for each in groups]
         self._null_block = null_block
         self._key_bytes = set[int]()  # the length of all keys, once there is one
-        self._num_layers = 1 + max(layer for each in groups for layer in each.layers)
+        self._sections = [*_sections(groups, self._copier)]
         self._handles: dict[int, CopyHandle] = {}  # by transfer
         self._waiting: dict[KeyedLoad, LoadHandle] = {}  # for the tier
         self._process, self._is_closed = os.getpid(), False
@@ -146,7 +147,9 @@ class KeyedHostCache:
         those of the last keys.
         """
         handle = CopyHandle(self.poll)
-        self._begin(handle, self.cache.put(keys, self._given(keys, blocks), time.monotonic()))
+        places = self._given(keys, blocks)
+        self._taken(keys)
+        self._carry_out({handle: self.cache.put(keys, places, time.monotonic())})
         return handle
 
     def lookup(self, keys: Sequence[bytes], *, before: int = 0) -> FoundKeys:
@@ -168,22 +171,31 @@ class KeyedHostCache:
         self.cache.release(found)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> LoadHandle:
-        """Fill `blocks`, after all that compute has been given so far. Nobody else uses them until the handle is done.
+        """Fill `blocks`, after all that compute has been given so far. Nobody else uses them until the handle is done,
+        or a layer of them until that has come.
 
         If some of it is not here any more, nothing is copied, and the handle is done and not `ok`. Where a copy fails,
         `blocks` hold anything, and its keys are forgotten.
 
         Raises MisuseError as `put`, and for a block that is given twice.
         """
-        places = self._given(keys, blocks, are_filled=True)
-        load = self.cache.load(keys, places, time.monotonic())
-        handle = LoadHandle(self.poll, num_layers=self._num_layers, hold=self._copier.hold_compute)
-        if load.waits:
-            self._waiting[load] = handle
-            self._step_tier()
-        else:
-            self._begin(handle, load.transfers, ok=not load.is_gone)
-        return handle
+        return self.load_together([(keys, blocks)])[0]
+
+    def load_together(self, loads: Sequence[tuple[Sequence[bytes], Sequence[Numbers]]]) -> list[LoadHandle]:
+        """As `load`, the keys and the blocks of several loads that one forward waits for: their first layers come
+        first. For a block that two of them fill it raises MisuseError, too; then none has begun.
+        """
+        given = [(keys, self._given(keys, blocks)) for keys, blocks in loads]
+        for at in range(len(self._sizes)):
+            self._check_filled_once(at, [block for _, places in given for block in places.by_group[at]])
+        for keys, _ in given:
+            self._taken(keys)
+        planned = [self.cache.load(keys, places, time.monotonic()) for keys, places in given]
+        handles = [LoadHandle(self.poll, sections=self._sections, hold=self._copier.hold_compute) for _ in planned]
+        self._waiting |= {load: handle for load, handle in zip(planned, handles, strict=True) if load.waits}
+        self._begin({handle: load for load, handle in zip(planned, handles, strict=True) if not load.waits})
+        self._step_tier()
+        return handles
 
     def poll(self) -> None:
         """See what has ended, and go on with what waits for the tier. So do `put`, `lookup`, `load`, `drain`, and
@@ -197,8 +209,8 @@ class KeyedHostCache:
             if handle is not None:
                 handle.ended(ended.transfer.id, ended.ok)
         self._step_tier()
-        for load in self.cache.take_ready():  # last: what is planned is carried out before any other call plans
-            self._begin(self._waiting.pop(load), load.transfers, ok=not load.is_gone)
+        # last: what is planned is carried out before any other call plans
+        self._begin({self._waiting.pop(load): load for load in self.cache.take_ready()})
 
     def drain(self) -> None:
         """Wait for all that was put and is loaded."""
@@ -256,18 +268,23 @@ class KeyedHostCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, handle: CopyHandle, transfers: Sequence[Transfer], *, ok: bool = True) -> None:
-        """Begin what was planned."""
-        if transfers:
+    def _begin(self, loads: Mapping[CopyHandle, KeyedLoad]) -> None:
+        gone = [handle for handle, load in loads.items() if load.is_gone]
+        self._carry_out({handle: load.transfers for handle, load in loads.items()}, gone)
+
+    def _carry_out(self, planned: Mapping[CopyHandle, Sequence[Transfer]], gone: Collection[CopyHandle] = ()) -> None:
+        """Begin the transfers of these handles together."""
+        if any(planned.values()):
             self._worker.run(self.cache.step())
-        ids = handle.begun({each.id: self._worker.end_of(each.id) for each in transfers}, ok=ok)
-        self._handles.update(dict.fromkeys(ids, handle))
+        for handle, transfers in planned.items():
+            ends = {each.id: self._worker.end_of(each.id) for each in transfers}
+            self._handles.update(dict.fromkeys(handle.begun(ends, ok=handle not in gone), handle))
 
     def _step_tier(self) -> None:
         if self._tier is not None:
             self._tier.run()
 
-    def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers], *, are_filled: bool = False) -> Given:
+    def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
         self._check_keys(keys)
         self.poll()
         try:
@@ -279,10 +296,11 @@ class KeyedHostCache:
             for block in each:
                 if not (is_integer(block) and 0 <= block < size) or block == self._null_block:
                     raise MisuseError(f"group {self._name(at)!r} has no block {block!r}: those up to {size - 1} exist")
-            if are_filled and len(set(each)) != len(each):
-                raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
-        self._taken(keys)
         return places
+
+    def _check_filled_once(self, at: int, blocks: Sequence[int]) -> None:
+        if len(set(blocks)) != len(blocks):
+            raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
 
     def _taken(self, keys: Sequence[bytes]) -> None:
         """A call with these keys is not refused."""
@@ -305,3 +323,15 @@ class KeyedHostCache:
             )
         if self._is_closed:
             raise MisuseError("this KeyedHostCache was closed: its memory is given back; build a new one")
+
+
+def _sections(groups: "Sequence[KVGroup]", copier: "Copier") -> Iterator[int | None]:
+    """For each layer the section of a load with which all of it has come, and of those before it."""
+    of_parts = [
+        (layer, section)
+        for at, group in enumerate(groups)
+        for layer, section in zip(group.part_layers, copier.sections(at), strict=False)
+    ]
+    for layer in range(1 + max(layer for each in groups for layer in each.layers)):
+        here = [section for each, section in of_parts if each <= layer]
+        yield max(here, default=0) if of_parts else None

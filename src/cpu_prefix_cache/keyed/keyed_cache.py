@@ -229,7 +229,7 @@ class KeyedCache:
 
     def _load(self, chain: Chain, nodes: Sequence[int], copies: Sequence[GroupCopy], now: float) -> LoadTransfer:
         device_blocks = [block for copy in copies for block in copy.device_blocks]
-        return self.edge.load(None, chain, nodes, copies, device_blocks, now)
+        return self.edge.load(None, chain, nodes, copies, device_blocks, now, holds_compute=True)
 
     def _chunk_copies(self, chunks: Sequence[int], begin: int, blocks: Given) -> list[GroupCopy]:
         """Copies of chunks, of which the first is number `begin` of those that have blocks."""

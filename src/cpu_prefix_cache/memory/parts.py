@@ -151,9 +151,9 @@ def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).view(blocks, width * tensor.element_size())
 
 
-def piece_offsets(block_bytes: Iterable[int], device_blocks: int) -> tuple[int, ...]:
-    """Where each part begins in a piece, and where the piece ends, in bytes. `block_bytes` are those of a block in each
-    part. Within a part device block follows device block:
+def piece_offsets(block_bytes: Iterable[int], device_blocks: int, begin: int = 0) -> tuple[int, ...]:
+    """Where each part begins in a piece, and where the last one ends, in bytes. `block_bytes` are those of a block in
+    each part, of which the first is at `begin`. Within a part device block follows device block:
 
         device   layer 0 K   [ . ][b1][ . ][b0] ...          piece of blocks b0, b1
                  layer 0 V   [ . ][b1][ . ][b0] ...
@@ -164,7 +164,7 @@ def piece_offsets(block_bytes: Iterable[int], device_blocks: int) -> tuple[int, 
     >>> piece_offsets([64, 32], device_blocks=2)
     (0, 128, 192)
     """
-    return tuple(accumulate((size * device_blocks for size in block_bytes), initial=0))
+    return tuple(accumulate((size * device_blocks for size in block_bytes), initial=begin))
 
 
 def check_apart(rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:

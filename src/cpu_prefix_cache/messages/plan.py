@@ -55,7 +55,8 @@ class TransferPlan(NamedTuple):
     portions. Piece by piece, the load has then read what a store overwrites before it overwrites what that piece of the
     store reads; else they fail.
 
-    `holds_compute` marks a store that reads what the compute of its step overwrites. A transfer that `is_early` touches
+    `holds_compute` marks a store that reads what the compute of its step overwrites, or a load that this compute reads.
+    A transfer that `is_early` touches
     no device block that the compute of the step before uses, and need not wait for that.
     """
 

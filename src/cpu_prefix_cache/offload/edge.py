@@ -105,6 +105,7 @@ class Edge:
         device_blocks: Sequence[int],
         now: float,
         read: Sequence[int | None] = (),
+        holds_compute: bool = False,
     ) -> LoadTransfer:
         """Plan the load of the chunks of a chain, and of a checkpoint. `nodes` are the last of the chunks, if it has
         any, and the checkpoint; none: they are gone. It follows the stores of what `device_blocks` hold, some of which
@@ -118,7 +119,7 @@ class Edge:
             after = tuple(store.id for store in before)
             plan = self.ledger.new_plan(Direction.LOAD, tuple(copies), carried, pin is None, after)
             transfer = LoadTransfer(
-                plan._replace(is_early=self.device.frees_after_use),
+                plan._replace(holds_compute=holds_compute, is_early=self.device.frees_after_use),
                 chain,
                 hold=self.device.hold(device_blocks),
                 pin=pin,
