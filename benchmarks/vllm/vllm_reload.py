@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -165,6 +165,7 @@ class Engine:
         for line in self._process.stdout or ():
             if MARK in line:
                 return dict(json.loads(line.partition(MARK)[2]))
+            sys.stderr.write(line)  # vLLM's log, with the reason for which an engine ends
         raise SystemExit(f"engine {self.name} has ended with status {self._process.wait()}")
 
     def ask(
@@ -198,7 +199,8 @@ class Engine:
 
     def close(self) -> None:
         """Kill the process group, because processes that vLLM has started would run on for a while."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
