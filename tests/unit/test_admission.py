@@ -9,7 +9,7 @@ from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.admission import Admission
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from tests.support.story import GRID, Engine, chain
+from cpu_prefix_cache.testing.engine import GRID, Engine, chain
 
 both_modes = pytest.mark.parametrize("mode", ["eager", "lazy"])
 

@@ -10,7 +10,8 @@ from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.pool.shape import Beside
 from cpu_prefix_cache.pool.states import BlockState
-from tests.support.story import Shelf, chain, make_scarce
+from property_tests.strategies import chain
+from tests.support.story import Shelf, make_scarce
 
 
 def test_the_least_recently_used_chunk_leaves_first():

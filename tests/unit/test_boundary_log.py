@@ -12,7 +12,7 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
-from tests.support.story import ATTENTION, GRID, Engine, chain
+from cpu_prefix_cache.testing.engine import ATTENTION, GRID, Engine, chain
 
 STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=100)
 

@@ -5,26 +5,15 @@ from typing import Any
 import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending
-from cpu_prefix_cache.deciding import Direction, RankReport, Request, TransferPlan
+from cpu_prefix_cache.deciding import Direction, TransferPlan
 from cpu_prefix_cache.offload.exchange import partners
-from tests.support.story import GRID, Engine, chain, make_scarce
+from cpu_prefix_cache.testing.engine import GRID, Engine
+from tests.support.story import make_scarce
 
 
-class Looking(Engine):
-    """Looks up before it allocates, as vLLM does."""
-
-    def starts(self, id: str, prompt: str, extra: int = 1, load: bool = True, stores: bool = True) -> int | None:
-        request = self.requests[id] = Request(id, chain(prompt), len(prompt) * GRID + extra, stores=stores)
-        answer = self.cache.lookup(request, 0, self.now)
-        self.slots[id], self.touches[id] = self.gpu.allocate(len(prompt)), self.gpu.touch(None)
-        boundary = answer.boundary if isinstance(answer, Hit) else None
-        self.cache.admit(request, 0, boundary, self.now)
-        return boundary and self.cache.load(id, boundary, [self.slots[id][: boundary // GRID]], self.now)
-
-
-def exchanging(**options: Any) -> Looking:
+def exchanging(**options: Any) -> Engine:
     """The host alone has "abcd", and the device, which is full, "wxyz" and "klmn". Evicted chunks are wanted again."""
-    engine = Looking("lazy", device=8, host=16, hands_out_first=True, **{"exchanges": True, **options})
+    engine = Engine("lazy", device=8, host=16, hands_out_first=True, **{"exchanges": True, **options})
     make_scarce(engine.cache.pool)
     for prompt in ("abcd", "wxyz", "klmn"):
         engine.starts(prompt, prompt)
@@ -157,7 +146,7 @@ def test_a_store_that_fails_keeps_its_blocks_until_the_load_has_read_them(is_unf
     free = engine.cache.pool.statistics().free
     if is_unfit:
         unfit = ((exchanged.id, exchanged.copies[0].host_blocks),)
-        engine.cache.report(RankReport(0, failed=frozenset([exchanged.id]), unfit=unfit))
+        engine.reports(failed={exchanged.id}, unfit=unfit)
     engine.reports({other.id}, failed={exchanged.id})
     assert engine.cache.pool.statistics().free == free
     assert engine.reports({load})[0].ok

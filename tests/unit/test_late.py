@@ -5,8 +5,8 @@ import pytest
 from cpu_prefix_cache import Hit, Miss, Pending
 from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, HybridChunkPlanner, PrefixGroup, RankReport, Request
 from cpu_prefix_cache.prefix_cache import STORE_SECONDS
+from cpu_prefix_cache.testing.engine import GRID, chain
 from property_tests.models.engines import QueueSlots, cache_options
-from tests.support.story import GRID, chain
 
 SLOTS = 6
 

@@ -52,7 +52,7 @@ OTHERS = {  # rooms of what copies, of both halves together, of a tier, of the t
     "by_keys": {"host_cache", "keyed", "messages"},
     "copying": {"copier", "memory", "model", "slab"},
     "tier": {"messages", "slab", "stores"},
-    "testing": {"copier", "memory", "messages", "offload", "stores"},
+    "testing": {"copier", "memory", "messages", "model", "offload", "pool", "prefix_cache", "stores"},
     "tools.keep": {"memory", "messages", "node"},
     "tools.cli": {"messages", "tools.bench", "tools.keep", "tools.plan", "tools.replay"},
 }

@@ -7,7 +7,7 @@ import pytest
 from cpu_prefix_cache.deciding import HintStatistics
 from cpu_prefix_cache.eviction.kinds import HINTED
 from cpu_prefix_cache.eviction.survival import BINS
-from tests.support.story import Engine
+from cpu_prefix_cache.testing.engine import Engine
 
 
 def hinted_bin(pool, prompt):

@@ -20,8 +20,9 @@ from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS
 from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.offload.lazy import MARGIN
-from property_tests.models.engines import QueueSlots, cache_options
-from tests.support.story import ATTENTION, GRID, Engine, chain, whole_prompts
+from cpu_prefix_cache.testing.engine import ATTENTION, GRID, Engine, cache_options, chain
+from property_tests.models.engines import QueueSlots
+from tests.support.story import whole_prompts
 
 # Eager
 

@@ -8,8 +8,8 @@ from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.ancestry import DeviceAncestry
 from cpu_prefix_cache.offload.parents import Parents
+from property_tests.strategies import chain
 from tests.support.sizes import sizes_of_containers
-from tests.support.story import chain
 
 
 class Keys:

@@ -15,8 +15,8 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.offload.break_even import NEVER, least_tokens
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from property_tests.models.engines import QueueSlots, cache_options
-from tests.support.story import ATTENTION, GRID, Engine, chain
+from cpu_prefix_cache.testing.engine import ATTENTION, GRID, Engine, cache_options, chain
+from property_tests.models.engines import QueueSlots
 
 
 @pytest.fixture

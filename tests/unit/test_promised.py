@@ -5,7 +5,7 @@ import pytest
 from cpu_prefix_cache import ChainHasher
 from cpu_prefix_cache.deciding import CPUPrefixCache, EngineSteps, HybridChunkPlanner, PrefixGroup, Request
 from cpu_prefix_cache.messages.plan import RankReport
-from property_tests.models.engines import cache_options
+from cpu_prefix_cache.testing.engine import cache_options
 from tests.support.small_engine import SmallEngine
 
 GRID = 4

@@ -13,8 +13,7 @@ from cpu_prefix_cache.deciding import (
     Request,
 )
 from cpu_prefix_cache.offload.device import Device
-from property_tests.models.engines import cache_options
-from tests.support.story import GRID, chain
+from cpu_prefix_cache.testing.engine import GRID, cache_options, chain
 
 
 class TwoGroups(Device):

@@ -1,7 +1,7 @@
 """The meaning of each count, from 0, and where it is a level, back to 0."""
 
 from cpu_prefix_cache.deciding import RankReport
-from tests.support.story import GRID, Engine
+from cpu_prefix_cache.testing.engine import GRID, Engine
 
 
 def test_hit_tokens_are_those_a_load_was_admitted_for():

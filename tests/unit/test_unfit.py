@@ -5,9 +5,9 @@ Chunks are letters; a rank reports pieces by their first host blocks.
 
 import pytest
 
-from cpu_prefix_cache.deciding import RankReport
 from cpu_prefix_cache.offload import completion
-from tests.support.story import Engine, whole_prompts
+from cpu_prefix_cache.testing.engine import Engine
+from tests.support.story import whole_prompts
 
 
 def stored(engine, prompt="abcd"):
@@ -19,9 +19,7 @@ def stored(engine, prompt="abcd"):
 
 
 def lands(engine, id, unfit, rank=0):
-    resolved = engine.cache.report(RankReport(rank, frozenset([id]), unfit=((id, tuple(unfit)),)))
-    engine.cache.check_valid()
-    return resolved
+    return engine.reports([id], rank=rank, unfit=((id, tuple(unfit)),))
 
 
 @pytest.mark.parametrize(("first", "kept"), [(0, set()), (1, {"a"}), (2, {"a", "ab"}), (3, {"a", "ab", "abc"})])
@@ -74,8 +72,7 @@ def test_a_store_that_is_reported_with_the_one_it_follows():
     engine.starts("r", "abcd")
     first, second = engine.stores_chunk_by_chunk("r", 4)[:2]
     unfit = (second, tuple(engine.transfer(second).nodes))
-    engine.cache.report(RankReport(0, frozenset([first, second]), unfit=(unfit,)))
-    engine.cache.check_valid()
+    engine.reports([first, second], unfit=(unfit,))
     assert engine.host == {"a"} and engine.cache.statistics().store_unfit == 1
 
 
@@ -127,7 +124,7 @@ def test_a_store_that_failed_for_it_is_no_failure_of_the_link_and_is_not_tried_a
         engine.computes(prompt)
         (store,) = engine.steps().transfers
         unfit = ((store.id, store.copies[0].host_blocks),)
-        engine.cache.report(RankReport(0, failed=frozenset([store.id]), unfit=unfit))
+        engine.reports(failed=[store], unfit=unfit)
         engine.ends(prompt)
         assert engine.copies() == []
     assert engine.host == set() and not engine.cache.is_off and engine.cache.statistics().store_cancelled == 8

@@ -12,8 +12,8 @@ from cpu_prefix_cache.deciding import (
     RankReport,
     Request,
 )
-from property_tests.models.engines import QueueSlots, cache_options
-from tests.support.story import Engine, chain
+from cpu_prefix_cache.testing.engine import Engine, cache_options, chain
+from property_tests.models.engines import QueueSlots
 from tests.unit.test_checkpoints import FULL, STATE
 from tests.unit.test_checkpoints import GRID as GRID_OF_CHECKPOINTS
 from tests.unit.test_checkpoints import Engine as Checkpointing
@@ -236,21 +236,14 @@ def test_a_device_that_has_been_covered_is_not_looked_at_again():
     assert fleet.cache.statistics().work - before <= 8
 
 
-def prompt(letter, chunks):
-    return [f"{letter}{at:015d}".encode() for at in range(chunks)]
-
-
-def begins(engine, id, keys):
-    engine.requests[id] = Request(id, keys, len(keys) * 4 + 1)
-    engine.slots[id] = engine.gpu.allocate(len(keys))
-    engine.touches[id] = engine.gpu.touch(None)
-    engine.cache.admit(engine.requests[id], 0)
+def letters(chunks):
+    return "".join(chr(1_000 + at) for at in range(chunks))
 
 
 def work_on_a_declined_front(chunks):
     """A step in which so many chunks come into the front, of a prompt that was had only once."""
     engine = Engine("lazy", device=4 * chunks, host=2 * chunks, max_tokens=4 * chunks, store_after=2)
-    begins(engine, "r", prompt("r", chunks))
+    engine.starts("r", letters(chunks))
     engine.computes("r")
     engine.ends("r")
     before = engine.cache.statistics().work
@@ -262,7 +255,7 @@ def work_on_a_declined_front(chunks):
 def work_on_what_leaves_and_is_declined(chunks):
     """So many chunks of a prompt that was had only once leave the device at once."""
     engine = Engine("lazy", device=chunks, host=2 * chunks, hands_out_first=True, store_after=2)
-    begins(engine, "r", prompt("r", chunks))
+    engine.starts("r", letters(chunks))
     engine.computes("r")
     engine.ends("r")
     before = engine.cache.statistics()

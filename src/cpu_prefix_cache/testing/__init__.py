@@ -1,5 +1,5 @@
-"""Checks of devices and stores that others write for this library, copiers with faults and a store in memory, for their
-authors' tests.
+"""Checks of devices and stores that others write for this library, copiers with faults, a store in memory, and an
+engine that computes nothing, for their authors' tests.
 
 A name is imported when it is used: `check_device` and `Trial` need Hypothesis (extra `testing`), copiers need torch.
 """
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpu_prefix_cache.testing.copiers import CorruptingCopier, FailingCopier, LateCopier, MeddlingCopier
     from cpu_prefix_cache.testing.device import Trial, check_device
+    from cpu_prefix_cache.testing.engine import Engine
     from cpu_prefix_cache.testing.memory_store import MemoryStore
     from cpu_prefix_cache.testing.store import check_store
 
 _HOMES = {
     "CorruptingCopier": "copiers",
+    "Engine": "engine",
     "FailingCopier": "copiers",
     "LateCopier": "copiers",
     "MeddlingCopier": "copiers",
@@ -26,6 +28,7 @@ _HOMES = {
 
 __all__ = [
     "CorruptingCopier",
+    "Engine",
     "FailingCopier",
     "LateCopier",
     "MeddlingCopier",

@@ -13,7 +13,8 @@ from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS, EDGES, HALF_LIFE_REQUESTS, Survival
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from tests.support.story import Shelf, chain
+from property_tests.strategies import chain
+from tests.support.story import Shelf
 
 
 def test_conversations_stay_and_one_off_prompts_go():

@@ -6,7 +6,8 @@ from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from tests.support.story import Engine, Shelf, chain
+from cpu_prefix_cache.testing.engine import Engine, chain
+from tests.support.story import Shelf
 
 #  Three blocks, prompts of one chunk. Worked by hand from the paper; the oldest of each list comes first.
 #

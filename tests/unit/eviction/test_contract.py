@@ -10,7 +10,8 @@ import pytest
 
 from cpu_prefix_cache import POLICIES, MisuseError
 from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
-from tests.support.story import Shelf, chain
+from property_tests.strategies import chain
+from tests.support.story import Shelf
 
 pytestmark = pytest.mark.parametrize("policy", POLICIES)
 NUM_RINGS = 30  # an end of one is a mark, too

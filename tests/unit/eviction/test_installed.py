@@ -7,8 +7,8 @@ from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.eviction import EvictionPolicy, Lru, policy_of
 from cpu_prefix_cache.eviction.installed import GROUP
 from cpu_prefix_cache.tools.cli import main
+from property_tests.strategies import chain
 from tests.support.packages import install
-from tests.support.story import chain
 from tests.unit.eviction.example_policy import KeepsFirst
 
 EXAMPLE = "tests.unit.eviction.example_policy:KeepsFirst"

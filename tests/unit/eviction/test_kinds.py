@@ -6,7 +6,8 @@ import pytest
 
 from cpu_prefix_cache.eviction.kinds import CONTINUES, DOCUMENT, FEATURES, HINTED, PASSED
 from cpu_prefix_cache.eviction.survival import BINS
-from tests.support.story import Shelf, chain
+from property_tests.strategies import chain
+from tests.support.story import Shelf
 
 SHARED_BY_TWO, SECOND_TIME = 2, 6
 

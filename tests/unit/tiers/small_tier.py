@@ -1,18 +1,17 @@
 """A cache with a tier below its host, driven by prompts. A chunk is a letter; "ab!" is the checkpoint after "ab".
 
-Nobody copies bytes between device and host. A test moves the ranks' tiers: `works`, `tier_ends`, or not at all.
+A test moves the ranks' tiers: `works`, `tier_ends`, or not at all.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from cpu_prefix_cache import Hit
 from cpu_prefix_cache.deciding import (
-    BlockPool,
     Direction,
     Group,
     HybridChunkPlanner,
-    PooledDevice,
     PrefixGroup,
     RankReport,
     Request,
@@ -25,13 +24,10 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.request import Answer
 from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.testing.engine import GRID, Engine, chain
 from cpu_prefix_cache.tier import TierStatistics
-from property_tests.models.engines import cache_options
 from property_tests.models.tier_model import RankSlots, RankStore
-from property_tests.strategies import chain
-from tests.support.story import Engine
 
-GRID = 4
 FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
 STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=4096)
 WINDOW = WindowGroup(name="window", block_tokens=GRID, block_bytes=4096, window_tokens=2 * GRID + 1)
@@ -56,28 +52,19 @@ class Tiered(Engine):
         ask_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        self.planner = HybridChunkPlanner(groups or [FULL], max_model_len=100_000, in_pages=True)
-        self.said = {
-            "host_blocks": host,
-            "below": TierOptions(slots or 4 * host, below, ask_seconds=ask_seconds),
-        } | cache_options(**{"ranks": ranks, "offload": "eager"} | options)
-        self.device_blocks = device
-        self.ranks, self.now = range(ranks), 0.0
-        self.tiers = [self.new_tier() for _ in self.ranks]
+        planner = HybridChunkPlanner(groups or [FULL], max_model_len=100_000, in_pages=True)
+        tier = TierOptions(slots or 4 * host, below, ask_seconds=ask_seconds)
+        self.tiers = [self.new_tier(planner) for _ in range(ranks)]
         self.shut: set[int] = set()  # ranks whose tiers are not open
-        self.begins()
+        made = partial(TieredCache, below=tier)
+        super().__init__(device=device, host=host, ranks=ranks, cache=made, planner=planner, **options)
 
-    def new_tier(self) -> Any:
-        return RankSlots(self.planner)
+    def new_tier(self, planner: HybridChunkPlanner) -> Any:
+        return RankSlots(planner)
 
     def begins(self) -> None:
         """The process: with nothing on the device and the host, and what the slots hold."""
-        self.gpu = BlockPool(self.device_blocks)
-        self.cache = TieredCache(self.planner, PooledDevice(self.gpu), **self.said)
-        self.requests = {}
-        self.slots = {}
-        self.pins = {}
-        self.touches = {}
+        super().begins()
         self.moving: dict[int, TransferPlan] = {}  # of tiers
         self.first_generation = 0
         for _ in range(2):  # what rank 0 has found counts when all ranks have reported
@@ -106,7 +93,13 @@ class Tiered(Engine):
             name = prompt[:end]
             parent = pool.root if end == 1 else pool.find(name[:-1].encode())
             if pool.find(name.encode()) is None:
-                pool.commit(pool.allocate(1, [name.encode()]), [name.encode()], parent, touch)
+                [chunk] = pool.allocate(1, [name.encode()])
+                pool.commit([chunk], [name.encode()], parent, touch)
+                blocks = list(pool.blocks_of([chunk]))
+                for group, piece in enumerate(self.planner.pieces):
+                    width = piece.host_blocks if piece.in_chunk else 0
+                    self.memory.keep(blocks[:width], self.memory.of_piece(name.encode(), group, CHUNK))
+                    del blocks[:width]
                 new.append(name.encode())
         if new:
             self.cache.below.demotion.arrived(new)
@@ -114,7 +107,10 @@ class Tiered(Engine):
             key = checkpoint_key(name.encode())
             if pool.find(key) is None:
                 needs = coordinator.needs(coordinator.checkpoint_at(chain(name), len(name)))
-                pool.commit(pool.allocate(0, [key], needs), [key], pool.find(name.encode()), touch)
+                [node] = pool.allocate(0, [key], needs)
+                pool.commit([node], [key], pool.find(name.encode()), touch)
+                for at, piece in zip(self.planner.checkpoint(len(name)), pool.checkpoints.pieces(node), strict=True):
+                    self.memory.keep(piece, self.memory.of_piece(chain(name)[at.chunk], at.group, at.block))
                 self.cache.below.demotion.arrived([key])
 
     def host_forgets(self) -> None:
@@ -160,7 +156,10 @@ class Tiered(Engine):
     def steps_below(self) -> list[TransferPlan]:
         """An engine step, after which the tiers have their plan. What it has of transfers."""
         self.cache.passed(self.now)
-        self.cache.step()
+        self.steps()
+        return self.plans_below()
+
+    def plans_below(self) -> list[TransferPlan]:
         plan: TierPlan = self.cache.plan_below()
         self.gets(plan)
         for rank in self.tiers:
@@ -168,7 +167,7 @@ class Tiered(Engine):
         self.tiers[0].taken = max(self.tiers[0].taken, plan.taken)
         self.first_generation = plan.first_generation
         self.moving |= {transfer.id: transfer for transfer in plan.step.transfers}
-        self.cache.check_valid()
+        self.check_rules()
         return list(plan.step.transfers)
 
     def gets(self, plan: TierPlan) -> None: ...
@@ -193,13 +192,19 @@ class Tiered(Engine):
         for rank, tier in enumerate(self.tiers):
             refused = []
             for transfer in transfers:
-                pairs = [pair for copy in transfer.copies for pair in zip(copy.host_blocks, copy.labels, strict=True)]
+                places = [
+                    place
+                    for copy in transfer.copies
+                    for place in zip(copy.host_blocks, copy.labels, copy.device_blocks, strict=True)
+                ]
                 if transfer.direction is Direction.LOAD and ok:
-                    lost = tuple(slot for slot, label in pairs if tier.read(slot, label) is None)
+                    found = {slot: (block, tier.read(slot, label)) for slot, label, block in places}
+                    self.memory.host[rank] |= dict(found.values())
+                    lost = tuple(slot for slot, (_, content) in found.items() if content is None)
                     refused += [(transfer.id, lost)] if lost else []
                 elif ok:
-                    for slot, label in pairs:
-                        tier.write(slot, label, label.key)
+                    for slot, label, block in places:
+                        tier.write(slot, label, self.memory.host[rank].get(block))
             done = {each.id for each in transfers if ok and not each.failed}
             failed = {each.id for each in transfers} - done
             self.reports_below(RankReport(rank, frozenset(done), frozenset(failed), unfit=tuple(refused)), ranks=[rank])
@@ -211,7 +216,7 @@ class Tiered(Engine):
             if rank in self.shut:
                 report = TierReport(RankReport(rank), next_generation=None)
             self.cache.report_below(report)
-        self.cache.check_valid()
+        self.check_rules()
 
     def measures(self, rate: float, prefill: float) -> None:
         """Bytes a second that the tier is read, and tokens a second that are computed."""
@@ -275,8 +280,8 @@ class Shared(Tiered):
         self.asks: dict[int, Ask] = {}
         super().__init__(*groups, ask_seconds=SECONDS, **options)
 
-    def new_tier(self) -> RankStore:
-        return RankStore(self.planner)
+    def new_tier(self, planner: HybridChunkPlanner) -> RankStore:
+        return RankStore(planner)
 
     def gets(self, plan: TierPlan) -> None:
         self.told_below = plan.told_below
@@ -298,10 +303,12 @@ class Shared(Tiered):
                 self.others_have_piece(name, group, CHUNK, ranks)
 
     def others_have_piece(self, name: str, group: int, block: int, ranks: Iterable[int] | None = None) -> None:
+        places = self.planner.pieces[group].host_blocks
+        contents = self.memory.on_host(self.memory.of_piece(name.encode(), group, block), places)
         for rank in self.ranks if ranks is None else ranks:
-            for place in range(self.planner.pieces[group].host_blocks):
+            for place in range(places):
                 label = Label(name.encode(), b"", group, place, block, 0)
-                self.tiers[rank].others_write(label, label.key)
+                self.tiers[rank].others_write(label, contents[place])
 
     @property
     def asked(self) -> list[str]:
@@ -320,7 +327,7 @@ class Shared(Tiered):
         self.cache.report_below(
             TierReport(RankReport(rank), tier.next_generation, is_scanned=True, told=tuple(told), heard=heard)
         )
-        self.cache.check_valid()
+        self.check_rules()
 
     def is_told(self, id: str, prompt: str, n0: int = 0) -> Answer:
         """The answer to a request for which the store is queried and answers at once."""

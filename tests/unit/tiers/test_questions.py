@@ -13,6 +13,7 @@ from cpu_prefix_cache.messages.plan import CHUNK
 from cpu_prefix_cache.messages.tier import Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
+from cpu_prefix_cache.testing import Engine
 from cpu_prefix_cache.tiers import questions
 from cpu_prefix_cache.tiers.questions import LATE_SECONDS, MOST_CHECKPOINTS, PROBE_SECONDS, REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import STORE_PAUSE_SECONDS
@@ -149,7 +150,7 @@ def test_where_reading_is_slower_than_computing_nobody_waits():
 
 def test_nothing_is_queried_before_all_ranks_have_reported():
     engine = Shared()
-    engine.cache = type(engine.cache)(engine.planner, engine.cache._device, **engine.said)
+    Engine.begins(engine)  # without what the ranks report of their tiers
     assert engine.asks_as("r", "abcd") == Miss()
     assert engine.seen.questions == 0
 
