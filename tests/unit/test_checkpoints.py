@@ -11,13 +11,10 @@ from cpu_prefix_cache import POLICIES, ConfigurationError, Hit, Miss, MisuseErro
 from cpu_prefix_cache.deciding import (
     BlockPool,
     ChunkLocalGroup,
-    CPUPrefixCache,
     HybridChunkPlanner,
-    KVCacheCoordinator,
     PooledDevice,
     PoolExhausted,
     PrefixGroup,
-    RankReport,
     Request,
     StateGroup,
     WindowGroup,
@@ -25,8 +22,7 @@ from cpu_prefix_cache.deciding import (
 from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from cpu_prefix_cache.pool.coordinator import new_pool
-from property_tests.models.engines import cache_options
+from cpu_prefix_cache.testing import Engine as SimulatedEngine
 from property_tests.strategies import chain
 
 GRID = 4
@@ -36,97 +32,46 @@ WINDOW = WindowGroup(name="window", block_tokens=GRID, block_bytes=100, window_t
 SHORT = WindowGroup(name="window", block_tokens=GRID, block_bytes=100, window_tokens=GRID + 1)
 
 
-class Engine:
-    """An engine with one BlockPool for its chunks and checkpoints. Requests come one at a time; nobody copies bytes.
+class Engine(SimulatedEngine):
+    """Requests take nothing from the device or the host, and leave on the device what they compute."""
 
-    `keeps` has the boundaries at which it can put a checkpoint on its device; by default all that the cache wants.
-    """
-
-    def __init__(self, *groups, mode="eager", host=64, device=64, ranks=1, **options):
-        self.planner = HybridChunkPlanner(groups, max_model_len=1_000)
-        self.gpu = new_pool(self.planner, device, on_device=True)
-        self.blocks = KVCacheCoordinator(self.planner, self.gpu, on_device=True)
-        self.cache = CPUPrefixCache(
-            self.planner,
-            PooledDevice(self.gpu),
-            host_blocks=host,
-            **cache_options(offload=mode, ranks=ranks, **options),
-        )
-        self.ranks = range(ranks)
-        self.requests = {}
+    def __init__(self, *groups, mode="eager", host=64, device=64, **options):
+        planner = HybridChunkPlanner(groups, max_model_len=1_000)
+        super().__init__(mode, device, host, planner=planner, **options)
 
     def starts(self, prompt, extra=1):
-        """Admit a request, with nothing from anywhere. Where the cache wants checkpoints, in chunks."""
+        """The chunks after which the cache wants checkpoints."""
         request = self.requests[prompt] = Request(prompt, chain(prompt), len(prompt) * GRID + extra)
         self.cache.admit(request, 0, now=0.0)
-        return [b // GRID for b in self.cache.boundaries(prompt)]
+        return self.wants(prompt)
 
-    def computes(self, prompt, chunks=None, keep=None):
-        """The device has these chunks now, and checkpoints after `keep` of them."""
-        chunks = len(prompt) if chunks is None else chunks
-        keep = [b // GRID for b in self.cache.boundaries(prompt)] if keep is None else keep
+    def fills(self, prompt, chunks):
         for end in range(1, chunks + 1):
-            self.device_has(prompt[:end], checkpoint=end in keep)
-        self.cache.computed(prompt, chunks * GRID)
-
-    def device_has(self, name, checkpoint=False):
-        parent = self.gpu.find(name[:-1].encode()) if len(name) > 1 else self.gpu.root
-        touch = self.gpu.touch(None)
-        if self.gpu.find(name.encode()) is None:
-            self.gpu.commit(self.gpu.allocate(1), [name.encode()], parent, touch)
-        if checkpoint and self.gpu.find(checkpoint_key(name.encode())) is None:
-            needs = self.blocks.needs(self.blocks.checkpoint_at(chain(name), len(name)))
-            [node] = self.gpu.allocate(0, needs=needs)
-            self.gpu.commit([node], [checkpoint_key(name.encode())], self.gpu.find(name.encode()), touch)
-
-    def room_for_a_state(self):
-        """A node on the device that shares its one piece with nobody, and the blocks of that."""
-        [node] = self.gpu.allocate(0, needs=[PieceNeed("own", 1)])
-        return node, self.gpu.checkpoints.pieces(node)[0]
+            self.device_has(prompt[:end])
 
     def ends(self, prompt, chunks=None):
         self.cache.finished(prompt, (len(prompt) if chunks is None else chunks) * GRID)
 
-    def steps(self):
-        plan = self.cache.step()
-        self.cache.check_valid()
-        return plan.transfers
-
-    def reports(self, *transfers, ok=True, rank=0):
-        ids = frozenset(transfer.id for transfer in transfers)
-        resolved = self.cache.report(RankReport(rank, ids if ok else frozenset(), frozenset() if ok else ids))
-        self.cache.check_valid()
-        return resolved
-
-    def copies(self):
+    def rests(self):
         """Steps until nothing moves any more; everything ends well."""
-        while transfers := self.steps():
-            for rank in self.ranks:
-                self.reports(*transfers, rank=rank)
+        while self.copies():
+            pass
 
-    def serves(self, prompt, **options):
+    def serves(self, prompt, keep=None):
         self.starts(prompt)
-        self.copies()
-        self.computes(prompt, **options)
-        self.copies()
+        self.rests()
+        self.computes(prompt, keep=keep)
+        self.rests()
         self.ends(prompt)
-        self.copies()
+        self.rests()
 
-    def asks(self, prompt, n0=0, extra=1):
-        return self.cache.lookup(Request("asks", chain(prompt), len(prompt) * GRID + extra), n0 * GRID, 0.0)
+    def room_for_a_state(self):
+        """A node on the device that shares its one piece with nobody, and the blocks of that."""
+        node, (blocks,) = self.device.stage("own", [1])
+        return node, blocks
 
     def device_forgets(self):
         self.gpu.reset()
-
-    @property
-    def host(self):
-        """Chunks and checkpoints on the host, by name."""
-        keys = (self.cache.pool.key(node) for node in range(len(self.cache.pool._nodes.state)))
-        return {key.decode().replace("\x02", "!") for key in keys if key is not None}
-
-    @property
-    def checkpoints(self):
-        return {name for name in self.host if name.endswith("!")}
 
 
 # where checkpoints are kept
@@ -138,7 +83,7 @@ def test_the_last_boundary_of_a_prompt_is_kept_and_hit():
     assert engine.starts("abc", extra=1) == [3]
     assert engine.starts("xyz", extra=0) == [2]
     engine.computes("abc")
-    engine.copies()
+    engine.rests()
     assert engine.checkpoints == {"abc!"}
     assert engine.asks("abcd") == Hit(3 * GRID)
     assert engine.asks("abc", extra=0) == Miss()  # at 2 chunks there is no state, and 3 would leave nothing to compute
@@ -152,7 +97,7 @@ def test_the_last_boundary_of_a_finished_request_is_kept():
     engine.device_has("abc")
     engine.device_has("abcd", checkpoint=True)
     engine.cache.finished("ab", 4 * GRID)
-    engine.copies()
+    engine.rests()
     assert engine.checkpoints == {"ab!", "abcd!"}
 
 
@@ -161,7 +106,7 @@ def test_nothing_is_kept_where_the_device_kept_nothing():
     engine.starts("abc")
     engine.computes("abc", keep=[])
     engine.ends("abc")
-    engine.copies()
+    engine.rests()
     assert engine.checkpoints == set() and engine.asks("abcd") == Miss()
 
 
@@ -170,7 +115,7 @@ def test_a_second_continuation_is_worth_a_checkpoint_where_it_begins():
     engine.serves("abcd")
     assert engine.starts("abxy") == [2, 4]
     engine.computes("abxy")
-    engine.copies()
+    engine.rests()
     assert engine.checkpoints == {"abcd!", "ab!", "abxy!"}
     assert engine.asks("abzz") == Hit(2 * GRID)
 
@@ -204,7 +149,7 @@ def test_a_model_of_prefix_groups_only_needs_none():
     engine = Engine(FULL)
     assert engine.starts("abc") == []
     engine.computes("abc")
-    engine.copies()
+    engine.rests()
     assert engine.host == {"a", "ab", "abc"} and engine.asks("abcd") == Hit(3 * GRID)
 
 
@@ -214,7 +159,7 @@ def test_a_boundary_where_a_local_chunk_begins_needs_none():
     assert engine.starts("abcd") == []
     assert engine.starts("vwxyz") == [5]
     engine.computes("abcd")
-    engine.copies()
+    engine.rests()
     assert engine.asks("abcd") == Hit(4 * GRID) and engine.asks("abc") == Hit(2 * GRID)
 
 
@@ -253,32 +198,32 @@ def two_in_flight(**options):
     engine = Engine(FULL, WINDOW, checkpoint_interval=GRID, **options)
     engine.starts("abcd")
     engine.computes("abcd", 3, keep=[])
-    engine.copies()
+    engine.rests()
     engine.device_has("abc", checkpoint=True)
     engine.cache.preempted("abcd")  # what it has on the device is stored at once
-    first = engine.steps()
+    first = engine.steps().transfers
     engine.starts("abcd")
     engine.computes("abcd", keep=[4])
-    return engine, first, engine.steps()
+    return engine, first, engine.steps().transfers
 
 
 def test_a_checkpoint_waits_for_the_pieces_another_writes():
     engine, first, rest = two_in_flight()
-    engine.reports(*rest)
+    engine.reports(rest)
     assert engine.checkpoints == set(), "it was found before its piece was there"
-    engine.reports(*first)
-    engine.copies()
+    engine.reports(first)
+    engine.rests()
     assert engine.checkpoints == {"abc!", "abcd!"}
 
 
 def test_a_checkpoint_that_builds_on_a_torn_piece_fails_with_it():
     engine, first, rest = two_in_flight()
-    engine.reports(*first, ok=False)
-    engine.reports(*rest)
+    engine.reports(failed=first)
+    engine.reports(rest)
     assert engine.checkpoints == set()
-    engine.copies()
+    engine.rests()
     engine.ends("abcd")
-    engine.copies()
+    engine.rests()
     assert "abcd!" in engine.checkpoints  # stored again, with a piece of its own
     assert engine.cache.statistics().pool.writing == engine.cache.statistics().pool.retired == 0
 
@@ -287,10 +232,10 @@ def test_complete_or_absent_when_a_rank_fails():
     engine = Engine(FULL, WINDOW, STATE, ranks=2)
     engine.starts("abc")
     engine.computes("abc")
-    transfers = engine.steps()
-    engine.reports(*transfers, rank=0)
+    transfers = engine.steps().transfers
+    engine.reports(transfers)
     assert engine.host == set(), "one rank is not enough (rule 10)"
-    engine.reports(*transfers, rank=1, ok=False)
+    engine.reports(failed=transfers, rank=1)
     assert engine.host == set() and engine.asks("abcd") == Miss()
     assert engine.cache.statistics().pool.free == 64
 
@@ -317,19 +262,19 @@ def test_a_reset_in_flight_shares_nothing_old():
     engine = Engine(FULL, WINDOW)
     engine.starts("abc")
     engine.computes("abc")
-    old = engine.steps()
+    old = engine.steps().transfers
     engine.cache.reset()
     engine.device_forgets()
     assert engine.host == set()
     engine.ends("abc")
     engine.starts("abc")
     engine.computes("abc")
-    new = engine.steps()
+    new = engine.steps().transfers
     host_blocks = [{b for t in each for copy in t.copies for b in copy.host_blocks} for each in (old, new)]
     assert len(host_blocks[1]) == 5 and host_blocks[0].isdisjoint(host_blocks[1]), "an old block is written by both"
-    engine.reports(*new)
+    engine.reports(new)
     assert engine.checkpoints == {"abc!"}
-    engine.reports(*old)
+    engine.reports(old)
     assert engine.checkpoints == {"abc!"} and engine.cache.statistics().pool.free == 64 - 5
 
 
@@ -341,10 +286,10 @@ def test_chunks_that_led_to_no_checkpoint_go_first():
     engine.serves("abc")
     engine.starts("xyz")
     engine.computes("xyz", keep=[])
-    engine.copies()
+    engine.rests()
     assert engine.host >= {"abc!", "x", "xy", "xyz"}
     engine.ends("xyz")
-    engine.copies()
+    engine.rests()
     engine.serves("mn")  # takes 3; 1 is free
     assert engine.host == {"a", "ab", "abc", "abc!", "x", "m", "mn", "mn!"}
 
@@ -362,7 +307,7 @@ def test_chunks_of_a_running_request_are_not_useless_yet():
     engine.serves("abc")
     engine.starts("xyz")
     engine.computes("xyz", keep=[])
-    engine.copies()
+    engine.rests()
     engine.serves("mn")
     assert {"x", "xy", "xyz", "mn!"} <= engine.host and "abc!" not in engine.host
 
@@ -372,7 +317,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_stored_and_takes_nothing():
     engine.starts("abcd")
     engine.computes("abcd")
     engine.ends("abcd")
-    engine.copies()
+    engine.rests()
     assert engine.host == set() and engine.cache.statistics().pool.free == 4
     assert engine.cache.statistics().store_refusals > 0
 
@@ -412,13 +357,13 @@ def test_a_load_copies_of_a_window_only_what_the_engine_has_not():
         [pieces] = engine.gpu.allocate(0, needs=[PieceNeed((n0, at), 1) for at in range(windows)])
         destinations = [block for (block,) in engine.gpu.checkpoints.pieces(pieces)]
         engine.cache.load(request.id, 4 * GRID, [chunks, destinations], 100.0 * (4 - n0))
-        (plan,) = engine.steps()
+        (plan,) = engine.steps().transfers
         full, window = plan.copies
         assert (len(full.host_blocks), len(window.host_blocks)) == (4 - n0, windows)
         assert window.device_blocks == tuple(destinations)
         node = engine.cache.pool.find(checkpoint_key(b"abcd"))
         assert window.host_blocks == tuple(b for (b,) in engine.cache.pool.checkpoints.pieces(node)[-windows:])
-        engine.reports(plan)
+        engine.reports([plan])
 
 
 def test_a_load_that_fails_takes_its_checkpoint_away():
@@ -428,7 +373,7 @@ def test_a_load_that_fails_takes_its_checkpoint_away():
     engine.cache.admit(Request("r", chain("abcd"), 4 * GRID + 1), 0, 3 * GRID)
     _, state = engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
-    engine.reports(*engine.steps(), ok=False)
+    engine.reports(failed=engine.steps().transfers)
     assert engine.host == set() and engine.cache.statistics().pool.free == 64
 
 
@@ -439,7 +384,7 @@ def test_a_checkpoint_on_the_device_over_chunks_on_the_host_only_is_counted():
     engine = Engine(FULL, STATE)
     engine.starts("abc")
     engine.computes("abc", keep=[])
-    engine.copies()
+    engine.rests()
     engine.device_has("abc", checkpoint=True)
     assert engine.asks("abcd") == Miss()
     engine.starts("abcd", extra=0)
@@ -470,12 +415,12 @@ def test_lazy_stores_a_chain_with_its_checkpoint_and_no_chunk_for_itself():
     engine.computes("abc", keep=[])
     for waiting in range(3):
         engine.gpu.allocate(waiting)  # nothing is free any more: the chunks are the next to go
-        engine.copies()
+        engine.rests()
     assert engine.host == set()
     engine = lazy(device=8)
     engine.starts("abcx")
     engine.computes("abcx", keep=[4])
-    engine.copies()
+    engine.rests()
     assert engine.host == {"a", "ab", "abc", "abcx", "abcx!"}
 
 
@@ -498,10 +443,10 @@ def test_a_load_in_flight_keeps_its_checkpoint():
     engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
     _, state = engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
-    (load,) = engine.steps()
+    (load,) = engine.steps().transfers
     engine.serves("x")
     assert engine.host == {"a", "ab", "abc", "abc!"}
-    engine.reports(load)
+    engine.reports([load])
     engine.serves("x")
     assert {"x", "x!"} <= engine.host
 
@@ -530,14 +475,14 @@ def test_lazy_remembers_a_checkpoint_that_was_loaded():
     engine.cache.admit(Request("r", chain("abcd"), 3 * GRID + 1), 0, 3 * GRID)
     chunks, (node, state) = engine.gpu.allocate(3), engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [chunks, state], 0.0)
-    engine.copies()
+    engine.rests()
     engine.gpu.abort([*chunks, node])
     for name in chain("abcd"):
         engine.device_has(name.decode(), checkpoint=name == b"abc")
     engine.cache.computed("r", 4 * GRID)
     engine.cache.pool.withdraw(engine.cache.pool.find(b"a"))
     engine.cache.finished("r", 4 * GRID)
-    engine.copies()
+    engine.rests()
     assert engine.host >= {"a", "ab", "abc", "abc!"}
 
 
@@ -554,7 +499,7 @@ def test_lazy_looks_past_chunks_without_bytes():
         for end in range(1, 7):
             engine.gpu.resume_points.may_be_useless(engine.gpu.find(name[:end].encode()))
     filler = engine.gpu.allocate(0, needs=[PieceNeed("in use", 7)])
-    engine.copies()
+    engine.rests()
     assert "ab!" in engine.host
     engine.gpu.abort(filler)
 
@@ -566,10 +511,10 @@ def test_eager_stores_no_chunk_of_an_ended_request_that_leads_to_no_checkpoint()
     engine.computes("abcd", keep=[2])
     engine.requests["abcd"].keys.extend([b"abcde"])
     engine.device_has("ab", checkpoint=True)
-    engine.copies()
+    engine.rests()
     engine.device_has("abcde")
     engine.ends("abcd", 5)
-    engine.copies()
+    engine.rests()
     assert "abcde" not in engine.host
 
 
@@ -579,9 +524,9 @@ def test_a_request_that_never_comes_back_leaves_chunks_of_no_use():
     engine.serves("abc")
     engine.starts("xyz")
     engine.computes("xyz", keep=[])
-    engine.copies()
+    engine.rests()
     engine.cache.preempted("xyz")
-    engine.copies()
+    engine.rests()
     engine.ends("xyz")
     engine.serves("mn")
     assert {"abc!", "mn!"} <= engine.host
@@ -592,9 +537,9 @@ def test_chunks_that_land_after_their_request_has_ended_are_of_no_use_at_once():
     engine.serves("abc")
     engine.starts("xyz")
     engine.computes("xyz", keep=[])
-    late = engine.steps()
+    late = engine.steps().transfers
     engine.ends("xyz")
-    engine.reports(*late)
+    engine.reports(late)
     engine.serves("mn")
     assert {"abc!", "mn!", "x"} <= engine.host and "xyz" not in engine.host
 
@@ -605,12 +550,12 @@ def below_a_load():
     engine.serves("abc")
     engine.starts("abcd")
     engine.computes("abcd")
-    stores = engine.steps()
+    stores = engine.steps().transfers
     engine.cache.admit(Request("r", chain("abcx"), 4 * GRID), 0, 3 * GRID)
     _, state = engine.room_for_a_state()
     engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3), state], 0.0)
-    (load,) = engine.steps()
-    engine.reports(load, ok=False)
+    (load,) = engine.steps().transfers
+    engine.reports(failed=[load])
     return engine, stores
 
 
@@ -620,12 +565,12 @@ def test_a_store_below_what_was_withdrawn_registers_nothing():
     engine.device_has("abcd")
     engine.cache.computed("abcd", 4 * GRID)
     engine.ends("abcd")
-    again = engine.steps()
+    again = engine.steps().transfers
     assert again
-    engine.reports(*again)
-    engine.copies()
+    engine.reports(again)
+    engine.rests()
     assert engine.host >= {"a", "ab", "abc", "abcd", "abcd!"}
-    engine.reports(*stores)
+    engine.reports(stores)
     now = engine.cache.statistics().pool
     assert now.writing == now.retired == now.pinned == 0
 
@@ -635,15 +580,15 @@ def test_a_store_whose_parent_has_landed_holds_it():
     engine = Engine(FULL, STATE, host=4)
     engine.starts("abc")
     engine.computes("abc", 2, keep=[])
-    (first,) = engine.steps()
+    (first,) = engine.steps().transfers
     engine.computes("abc")
-    rest = engine.steps()
+    rest = engine.steps().transfers
     engine.ends("abc")
-    engine.reports(first)
+    engine.reports([first])
     engine.serves("x")
     assert {"a", "ab"} <= engine.host
-    engine.reports(*rest)
-    engine.copies()
+    engine.reports(rest)
+    engine.rests()
     assert {"abc!"} <= engine.host
 
 
@@ -652,10 +597,10 @@ def test_a_store_that_reads_a_bad_block_of_a_window_registers_nothing():
     engine = Engine(FULL, WINDOW)
     engine.starts("abc")
     engine.computes("abc")
-    transfers = engine.steps()
+    transfers = engine.steps().transfers
     node = engine.gpu.find(checkpoint_key(b"abc"))
     engine.cache.invalidated(engine.gpu.checkpoints.pieces(node)[0])
-    engine.reports(*transfers)
+    engine.reports(transfers)
     assert engine.checkpoints == set()
 
 
@@ -710,7 +655,7 @@ def test_lazy_goes_on_past_a_checkpoint_that_never_fits():
     engine.starts("x")
     engine.computes("x")
     engine.ends("x")
-    engine.copies()
+    engine.rests()
     assert engine.host == {"x", "x!"}
 
 
@@ -726,7 +671,7 @@ def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_stretch(policy):
     for prompt in ("abcd", "vwxy"):
         engine.serves(prompt, keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)
-    engine.copies()  # or it would never end
+    engine.rests()  # or it would never end
     assert engine.cache.statistics().checkpoints_stored <= 4 and len(engine.checkpoints) == 1
 
 
@@ -739,7 +684,7 @@ def test_lazy_stores_no_part_of_what_never_fits(policy):
     engine.computes("abcdef", keep=[6])
     engine.ends("abcdef")
     engine.gpu.allocate(engine.gpu.statistics().free)
-    engine.copies()
+    engine.rests()
     assert engine.host == {"x", "xy", "xy!"} and engine.cache.statistics().bytes_stored == 300
 
 
@@ -760,20 +705,20 @@ def test_a_piece_of_a_store_that_was_given_up_is_room_that_is_taken(policy):
     def steps():
         engine.cache.admit(Request("uses the device", chain("q" * 16), 16 * GRID), 16 * GRID, now=0.0)
         engine.cache.finished("uses the device", 16 * GRID)  # so that the walk looks again
-        return engine.steps()
+        return engine.steps().transfers
 
     for prompt in ("ab", "a"):
         serves(prompt)
         while transfers := steps():
-            engine.reports(*transfers)
+            engine.reports(transfers)
     serves("abb")
     moving = steps()
     engine.cache.invalidated([block for each in moving for copy in each.copies for block in copy.device_blocks])
     engine.gpu.withdraw(engine.gpu.find(b"abb"))
     serves("aba")
     moving += steps()
-    engine.reports(*moving)
-    engine.copies()
+    engine.reports(moving)
+    engine.rests()
     engine.cache.reset()
     now = engine.cache.statistics().pool
     assert (now.free, now.pinned) == (9, 0)
@@ -801,7 +746,7 @@ def test_a_declined_checkpoint_is_not_stored_in_part(mode):
     engine.cache.pool.choose = lambda parent, keys, needs=None, **_: Choice(len(keys) - (needs is not None))
     engine.serves("abcd", keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)
-    engine.copies()
+    engine.rests()
     statistics = engine.cache.statistics()
     assert statistics.checkpoints_stored == 0 and statistics.store_declined > 0
     assert mode == "eager" or statistics.chunks_stored == 0

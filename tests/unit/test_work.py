@@ -168,11 +168,11 @@ def test_a_boundary_in_decode_costs_no_more_after_many_checkpoints():
         engine.requests[prompt] = Request(prompt, chain(prompt), chunks * GRID_OF_CHECKPOINTS)
         engine.cache.admit(engine.requests[prompt], 0, now=0.0)
         engine.computes(prompt, chunks)
-        engine.copies()
+        engine.rests()
         before = engine.cache.statistics().work
         for end in range(chunks + 1, chunks + 5):
             engine.computes(prompt, end, keep=())
-            engine.copies()
+            engine.rests()
         assert engine.cache.statistics().checkpoints_stored >= chunks - 1
         return engine.cache.statistics().work - before
 
