@@ -12,7 +12,8 @@ from cpu_prefix_cache.deciding import (
     RankReport,
     Request,
 )
-from cpu_prefix_cache.testing.engine import Engine, cache_options, chain
+from cpu_prefix_cache.testing import Engine
+from cpu_prefix_cache.testing.engine import cache_options, chain
 from property_tests.models.engines import QueueSlots
 from tests.unit.test_checkpoints import FULL, STATE
 from tests.unit.test_checkpoints import GRID as GRID_OF_CHECKPOINTS
@@ -21,42 +22,35 @@ from tests.unit.test_checkpoints import Engine as Checkpointing
 GRID = 16
 
 
-class Fleet:
+def letters(number, chunks):
+    """A prompt that begins like no other."""
+    return chr(1_000 + number) + "".join(chr(3_000 + at) for at in range(1, chunks))
+
+
+class Fleet(Engine):
     """Many requests that decode, one token to a step. Only those that are due are reported."""
+
+    checks = False
 
     def __init__(self, requests, mode, device_chunks, host_chunks):
         attention = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
         planner = HybridChunkPlanner([attention], max_model_len=100_000)
-        self.device = QueueSlots(device_chunks)
-        self.cache = CPUPrefixCache(
-            planner,
-            self.device,
-            host_blocks=host_chunks,
-            **cache_options(offload=mode, steps=EngineSteps(max_tokens=64 * GRID)),
-        )
-        self.requests = {}
-        self.holdings = {}
+        super().__init__(mode, QueueSlots(device_chunks), host_chunks, planner=planner, max_tokens=64 * GRID)
         self.reported = 0
         for number in range(requests):
-            keys = [f"{number}-{at}".encode() for at in range(20)]
-            self.requests[str(number)] = Request(str(number), keys, GRID + number % GRID)
-            self.holdings[str(number)] = self.device.take(keys, 0, 8)
-            self.cache.admit(self.requests[str(number)], 0)
+            self.starts(str(number), letters(number, 8), extra=number % GRID - 7 * GRID)
         self.tokens = {id: request.num_tokens for id, request in self.requests.items()}
-        self.step()  # prefill
-        for _ in range(2):
+        for _ in range(3):  # the first is prefill
             self.step()
 
     def step(self):
-        plan = self.cache.step()
+        plan = self.steps()
         for id in self.cache.due():
             self.reported += 1
-            tokens = self.tokens[id]
-            self.device.publish(self.holdings[id], self.requests[id].keys, tokens // GRID)
-            self.cache.computed(id, tokens)
+            self.fills(id, self.tokens[id] // GRID)
+            self.cache.computed(id, self.tokens[id])
         self.tokens = {id: tokens + 1 for id, tokens in self.tokens.items()}
-        done = frozenset(transfer.id for transfer in plan.transfers)
-        self.cache.report(RankReport(0, done))
+        self.reports(plan.transfers)
 
     def cost(self, steps):
         work = self.cache.statistics().work
@@ -88,7 +82,7 @@ def test_a_step_in_which_nothing_happens_costs_nothing():
 
 def test_a_lookup_that_waits_for_a_load_does_not_read_the_whole_prompt(monkeypatch):
     """A convoy: all but the first prompt on a prefix are looked up in each step, while threads of the process copy."""
-    prefix, *others = ["".join(chr(1_000 * number + at) for at in range(60)) for number in range(1, 8)]
+    prefix, *others = [letters(number, 60) for number in range(7)]
     engine = Engine("lazy", device=200, host=400)
     for prompt in (prefix, *others):
         engine.serves(prompt)
@@ -117,7 +111,7 @@ def test_a_step_in_which_nothing_happens_reads_no_order(in_use):
     engine = Engine("lazy", device=200, host=400, max_tokens=16)
     device = engine.cache._device = engine.cache.edge.offload._device = CountingDevice(engine.gpu)
     for number in range(3):
-        engine.serves("".join(chr(1_000 * (number + 1) + at) for at in range(60)))
+        engine.serves(letters(number, 60))
     engine.gpu.pin(*engine.gpu.allocate(in_use))
     for _ in range(5):
         engine.copies()
@@ -164,7 +158,7 @@ def test_a_boundary_in_decode_costs_no_more_after_many_checkpoints():
 
     def work(chunks):
         engine = Checkpointing(FULL, STATE, host=3_000, device=3_000, checkpoint_interval=GRID_OF_CHECKPOINTS)
-        prompt = "".join(chr(1_000 + at) for at in range(chunks + 4))
+        prompt = letters(0, chunks + 4)
         engine.requests[prompt] = Request(prompt, chain(prompt), chunks * GRID_OF_CHECKPOINTS)
         engine.cache.admit(engine.requests[prompt], 0, now=0.0)
         engine.computes(prompt, chunks)
@@ -183,7 +177,7 @@ def test_each_step_looks_at_its_portion_of_what_is_remembered_however_many_ranks
     def remembered_after_each_step(ranks: int) -> list[int]:
         engine = Engine("lazy", device=2_000, host=10, ranks=ranks)
         for number in range(10):
-            engine.starts(str(number), "".join(chr(1_000 * (number + 1) + at) for at in range(200)))
+            engine.starts(str(number), letters(number, 200))
             engine.computes(str(number))
             engine.ends(str(number))
         engine.device_forgets()
@@ -225,9 +219,9 @@ def test_a_device_that_has_been_covered_is_not_looked_at_again():
     fleet = Fleet(32, "lazy", 600, 6_000)
     for _ in range(6 * GRID):
         fleet.step()
-    for id, holding in fleet.holdings.items():
+    for id in list(fleet.holdings):
         fleet.cache.finished(id, fleet.tokens[id])
-        fleet.device.let_go(holding)
+        fleet.leaves(id)
     for _ in range(20):
         fleet.step()
     before = fleet.cache.statistics().work
@@ -236,14 +230,10 @@ def test_a_device_that_has_been_covered_is_not_looked_at_again():
     assert fleet.cache.statistics().work - before <= 8
 
 
-def letters(chunks):
-    return "".join(chr(1_000 + at) for at in range(chunks))
-
-
 def work_on_a_declined_front(chunks):
     """A step in which so many chunks come into the front, of a prompt that was had only once."""
     engine = Engine("lazy", device=4 * chunks, host=2 * chunks, max_tokens=4 * chunks, store_after=2)
-    engine.starts("r", letters(chunks))
+    engine.starts("r", letters(0, chunks))
     engine.computes("r")
     engine.ends("r")
     before = engine.cache.statistics().work
@@ -255,7 +245,7 @@ def work_on_a_declined_front(chunks):
 def work_on_what_leaves_and_is_declined(chunks):
     """So many chunks of a prompt that was had only once leave the device at once."""
     engine = Engine("lazy", device=chunks, host=2 * chunks, hands_out_first=True, store_after=2)
-    engine.starts("r", letters(chunks))
+    engine.starts("r", letters(0, chunks))
     engine.computes("r")
     engine.ends("r")
     before = engine.cache.statistics()
