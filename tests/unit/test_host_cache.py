@@ -6,13 +6,12 @@ they are handed out. So what is on the device after a load is right, or it shows
 
 import time
 from contextlib import nullcontext
-from hashlib import shake_128
 from threading import Semaphore
 
 import pytest
 import torch
 
-from cpu_prefix_cache import ChainHasher, ConfigurationError, Hit, Miss, MisuseError, Pending
+from cpu_prefix_cache import ConfigurationError, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
@@ -30,113 +29,21 @@ from cpu_prefix_cache.memory.parts import Role, blocks_first
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
-from tests.support.poison import poison
+from tests.support.host_engine import CHUNK_BYTES, GRID, POISON, HostEngine, allocating, contents, keys_of
 from tests.support.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.support.sinks import SinkGroup
 from tests.support.small_engine import SmallEngine
 
-GRID = 4
-POISON = -1
-SHAPE = (2, 2, GRID, 3)  # of a chunk: K and V, layers, tokens, width; int16
-CHUNK_BYTES = 2 * 2 * GRID * 3 * 2
 
-
-def keys_of(prompt):
-    return ChainHasher(GRID).keys([ord(letter) for letter in prompt for _ in range(GRID)])
-
-
-def contents(key, shape=SHAPE):
-    num_bytes = 2 * torch.Size(shape).numel()
-    return torch.frombuffer(bytearray(shake_128(key).digest(num_bytes)), dtype=torch.int16).view(shape)
-
-
-class Engine:
-    """Blocks, KV, and requests that are computed by writing down what their chunks hold."""
-
+class Engine(HostEngine):
     def __init__(self, device_blocks=8, host_chunks=32, **options):
-        self.blocks = SmallEngine(device_blocks)
-        self.kv = torch.full((2, 2, device_blocks, GRID, 3), POISON, dtype=torch.int16)
-        self.host = HostCache(
-            self.blocks,
-            [Prefix(keys_and_values(self.kv, block_dim=2), block_tokens=GRID)],
-            host_bytes=int(host_chunks * CHUNK_BYTES),
-            max_model_len=1_000,
-            **{"max_step_tokens": 4 * GRID, "offload": "eager", "strict": True, **options},
-        )
-        poison(self.blocks, "hand_out", self.host, self.kv, POISON)
-        self.keys = {}
-        self.tables = {}
-        self.computed = {}
-        self.requests = {}
-
-    def starts(self, id, prompt, n0=None, table=None):
-        """With the chunks the device has, and new ones for the rest. `table` makes of the blocks what is
-        given in their place, or a function that gives it."""
-        keys = keys_of(prompt)
-        cached = next((at for at, key in enumerate(keys) if self.blocks.find(key) is None), len(keys))
-        request = self.blocks.take(keys, cached, ())
-        blocks = request.blocks
-        n0 = cached * GRID if n0 is None else n0
-        given = allocating(blocks) if table is None else table(blocks)
-        allocate = given if callable(given) else lambda start, boundary: given
-        answer = self.host.start(id, keys, num_tokens=len(prompt) * GRID + 1, on_device=n0, allocate=allocate)
-        if isinstance(answer, Pending):
-            self.blocks.free(request)
-        else:
-            self.keys[id] = keys
-            self.tables[id] = blocks
-            self.computed[id] = n0
-            self.requests[id] = request
-        return answer
-
-    def steps(self, *ids):
-        """A step that computes the whole prompts of these requests. What loads brought is on the device after it."""
-        self.host.begin_step()
-        for id in ids:
-            for key, block in list(zip(self.keys[id], self.tables[id], strict=True))[self.computed[id] // GRID :]:
-                self.kv[:, :, block] = contents(key)
-            self.has(id, len(self.keys[id]) * GRID)
-        return self.resumes(self.host.end_step({id: self.computed[id] for id in ids}))
-
-    def resumes(self, ended):
-        for id, tokens in ended:
-            self.has(id, tokens)
-        return ended
-
-    def has(self, id, tokens):
-        self.blocks.computed(self.requests[id], tokens // GRID)
-        self.computed[id] = tokens
-
-    def ends(self, id, preempted=False):
-        self.host.end(id, self.computed.pop(id), preempted=preempted)
-        self.blocks.free(self.requests.pop(id))
-        del self.keys[id], self.tables[id]
+        host_bytes = int(host_chunks * CHUNK_BYTES)
+        super().__init__(device_blocks, **{"host_bytes": host_bytes, "max_step_tokens": 4 * GRID, **options})
 
     def serves(self, prompt):
-        assert self.starts(prompt, prompt) == Miss()
-        self.steps(prompt)
-        self.ends(prompt)
+        """Compute all of it, and wait until that is stored."""
+        assert super().serves(prompt) == 0
         self.rests()
-
-    def rests(self):
-        while self.host.is_busy:
-            self.steps()
-
-    def forgets(self):
-        """The device evicts all that waits."""
-        for block in self.blocks.free_blocks:
-            self.blocks.forget(block)
-
-    def right(self, id):
-        """Whether its block holds it, of each chunk of the request."""
-        pairs = zip(self.keys[id], self.tables[id], strict=True)
-        return [torch.equal(self.kv[:, :, block], contents(key)) for key, block in pairs]
-
-    def is_at_rest(self):
-        self.host.cache.check_valid()
-        now = self.host.statistics().cache
-        assert now.running == now.storing == now.loading == now.pool.pinned == 0
-        return len(self.blocks.free_blocks) == self.blocks.num_blocks and not self.host.is_busy
 
 
 class Late(Event):
@@ -248,11 +155,6 @@ def test_chunks_on_the_device_are_not_loaded():
     assert engine.starts("s", "abcd") == Hit(16, 8)
     engine.steps()
     assert all(engine.right("s"))
-
-
-def allocating(blocks):
-    """The blocks that a load fills, as a function: here the request's own blocks."""
-    return lambda start, boundary: blocks[start // GRID : boundary // GRID]
 
 
 def test_chunks_behind_a_hole_on_the_device_are_not_stored():

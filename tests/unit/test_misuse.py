@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ChainHasher, Hit, Miss, MisuseError
+from tests.support.host_engine import GRID, allocating, keys_of
 from tests.support.small_engine import SmallEngine
-from tests.unit.test_host_cache import GRID, Engine, FailingCopier, HybridEngine, allocating, keys_of, with_late_loads
+from tests.unit.test_host_cache import Engine, FailingCopier, HybridEngine, with_late_loads
 
 STRICT = pytest.mark.parametrize("strict", [True, False])
 
@@ -191,7 +192,7 @@ def test_keys_of_smaller_chunks(strict):
         start(engine.host, "r", keys, GRID, 0)
 
 
-@pytest.mark.parametrize("wrong", [b"eight by", b"thirty-two bytes".ljust(32), "a text of 16 chr", 7, None], ids=repr)
+@pytest.mark.parametrize("wrong", [b"eight by", b"sixteen bytes".ljust(16), "a text of 16 chr", 7, None], ids=repr)
 @pytest.mark.parametrize("at", [1, 2])
 def test_each_key_is_a_digest_of_one_length(wrong, at):
     engine, keys = Engine(), keys_of("abc")

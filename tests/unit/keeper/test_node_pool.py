@@ -26,8 +26,9 @@ from cpu_prefix_cache.memory import shared_file
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.server import Server
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
+from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE, keys_of
 from tests.support.small_engine import SmallEngine
-from tests.unit.keeper.pool_engine import CHUNK_BYTES, GRID, PATIENCE, ROOT, KeeperProcess, PoolEngine, keys_of
+from tests.unit.keeper.pool_engine import ROOT, KeeperProcess, PoolEngine
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +221,7 @@ def test_a_lease_is_loaded_without_a_keeper(keeper):
 
         def killing():
             """The keeper is killed between its answer and the load."""
-            cache = other.host.cache
+            cache, other.steps = other.host.cache, steps
             wait_until(lambda: cache.passed(time.monotonic()) or cache._questions._of["abc"].slots is not None)
             keeper.kill()
             wait_until(lambda: not cache._messenger.is_up)
@@ -228,7 +229,6 @@ def test_a_lease_is_loaded_without_a_keeper(keeper):
 
         other.steps = killing
         assert other.serves("abc") == 3
-        other.steps = steps
         keeper.start()
 
 
@@ -336,7 +336,7 @@ def test_close_does_not_wait_for_a_keeper_that_hangs(keeper):
         keeper.process.send_signal(signal.SIGSTOP)
         for id in range(64):  # more than the system's buffers take
             messenger.send(messenger.connection, Message(Kind.RUN, id, keys=(b"k" * 32,) * 1000))
-        closing_it = threading.Thread(target=engine.close, daemon=True)
+        closing_it = threading.Thread(target=engine.host.close, daemon=True)
         closing_it.start()
         closing_it.join(PATIENCE)
         assert not closing_it.is_alive()

@@ -18,7 +18,8 @@ from cpu_prefix_cache.keeper.protocol import (
     encoded,
 )
 from cpu_prefix_cache.node import region as regions
-from tests.unit.keeper.pool_engine import CHUNK_BYTES, PATIENCE, PoolEngine
+from tests.support.host_engine import CHUNK_BYTES, PATIENCE
+from tests.unit.keeper.pool_engine import PoolEngine
 
 SLOTS = 32
 
