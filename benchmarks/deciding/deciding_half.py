@@ -45,7 +45,7 @@ from cpu_prefix_cache.deciding import (
     WindowGroup,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from property_tests.models.engines import cache_options
+from cpu_prefix_cache.testing.engine import cache_options
 
 CHAIN = 8_192
 RUN = 512

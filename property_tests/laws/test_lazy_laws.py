@@ -7,9 +7,17 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, PrefixGroup, RankReport, Request
-from property_tests.models.engines import PoolSlots, QueueSlots, cache_options
-from property_tests.strategies import chain
+from cpu_prefix_cache.deciding import (
+    HybridChunkPlanner,
+    PoolExhausted,
+    PrefixGroup,
+    RankReport,
+    Request,
+    TransferPlan,
+)
+from cpu_prefix_cache.testing import Engine
+from cpu_prefix_cache.testing.slots import PoolSlots
+from property_tests.models.engines import QueueSlots
 
 STORY = st.lists(st.tuples(st.text("abcdefgh", min_size=1, max_size=4), st.integers(1, 3), st.booleans()), max_size=40)
 
@@ -29,49 +37,47 @@ ALL_HELD = [(prompt, 1, prompt == "a") for prompt in ("b", "ca", "da", "ba", "aa
 ONE_CAME_AND_ONE_WENT = [("c", 1, False), ("baaa", 1, False), ("a", 1, True), ("a", 1, False), ("c", 1, False)]
 
 
-class LazyEngine:
+class LazyEngine(Engine):
     """Requests run for some steps and are gone. A request that finds no room is turned away.
 
     The last chunk of each is decoded: it is reported to the cache at the end.
     """
 
-    def __init__(self, slots: Any, width: int, *, host_blocks: int = 10_000, **options: Any) -> None:
+    checks = False  # but in `lands`
+
+    def __init__(self, slots: int, width: int, *, pooled: bool = False, host: int = 10_000, **options: Any) -> None:
         attention = PrefixGroup(name="attention", block_tokens=4 // width, block_bytes=8)
         planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
-        self.slots = slots
-        self.cache = CPUPrefixCache(planner, slots.device, host_blocks=host_blocks, **cache_options(**options))
-        self.running: list[tuple[int, Request, Any]] = []
-        self.moving: set[int] = set()
-        self.count = 0
+        device = PoolSlots(planner, slots) if pooled else QueueSlots(slots, width)
+        super().__init__("lazy", device, host, planner=planner, **options)
+        self.running: list[tuple[int, str]] = []
+        self.moving: list[TransferPlan] = []
 
     def comes(self, prompt: str, steps: int) -> None:
-        keys = chain(prompt)
-        matched = self.slots.match(keys)
-        holding = self.slots.take(keys, matched, len(prompt))
-        if holding is not None:
-            self.count += 1
-            request = Request(str(self.count), keys, 4 * len(prompt) + 1)
-            self.cache.admit(request, 4 * matched)
-            self.slots.publish(holding, keys, len(keys))
-            self.cache.computed(request.id, 4 * len(prompt) - 4)
-            self.running.append((steps, request, holding))
+        id = str(len(self.requests))
+        try:
+            self.starts(id, prompt, load=False)
+        except PoolExhausted:
+            return
+        self.fills(id)
+        self.cache.computed(id, 4 * len(prompt) - 4)
+        self.running.append((steps, id))
 
     def end_some(self) -> None:
-        for left, request, holding in self.running:
+        for left, id in self.running:
             if not left:
-                self.cache.finished(request.id, 4 * len(request.keys))
-                self.slots.let_go(holding)
-        self.running = [(left - 1, *rest) for left, *rest in self.running if left]
+                self.ends(id)
+        self.running = [(left - 1, id) for left, id in self.running if left]
 
-    def steps(self, lands: bool) -> None:
-        self.moving |= {transfer.id for transfer in self.cache.step().transfers}
+    def moves(self, lands: bool) -> None:
+        self.moving += self.steps().transfers
         if lands:
             self.lands()
 
     def lands(self) -> None:
-        self.cache.report(RankReport(0, frozenset(self.moving)))
+        self.reports(self.moving)
         self.cache.check_valid()
-        self.slots.check_valid()
+        self.device.check_valid()
 
     def on_its_way(self) -> set[bytes]:
         return {key for transfer in self.cache.edge.ledger for key in transfer.keys}
@@ -79,10 +85,10 @@ class LazyEngine:
     def is_reachable(self, key: bytes) -> bool:
         """Whether all that this chunk hangs below is on the device or on the host."""
         above = (key[:end] for end in range(1, len(key)))
-        return all(each in self.slots.places or self.cache.pool.find(each) is not None for each in above)
+        return all(each in self.device.places or self.cache.pool.find(each) is not None for each in above)
 
     def next_to_leave(self, count: int) -> list[bytes]:
-        order = islice(self.slots.device.soonest_evicted(), max(0, count))
+        order = islice(self.device.device.soonest_evicted(), max(0, count))
         return [key for _, key in order if key is not None]
 
 
@@ -92,11 +98,11 @@ class LazyEngine:
 @example(width=1, slots=8, story=ALL_HELD)
 def test_chunks_that_leave_next_are_on_the_host_or_in_flight(width: int, slots: int, story: list[Any]) -> None:
     """With room on the host and no limit to a step, whatever was used again in between, and however it was copied."""
-    engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=1_000)
+    engine = LazyEngine(slots, width, max_tokens=1_000)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)
         engine.end_some()
-        engine.steps(lands=False)
+        engine.moves(lands=False)
         coming = engine.on_its_way()
         promised = slots * width // 2
         for key in engine.next_to_leave(promised - len(coming) * width):  # what moves is held, and is of the front
@@ -117,16 +123,14 @@ def test_nothing_is_stored_twice_while_it_waits_in_the_stretch(
     slots: int, host_blocks: int, ahead_blocks: int, policy: str, story: list[Any]
 ) -> None:
     """Chunks that a small host evicts meanwhile are not missed before they, or others with them, are used again."""
-    engine = LazyEngine(
-        QueueSlots(slots), 1, host_blocks=host_blocks, ahead_blocks=ahead_blocks, policy=policy, max_tokens=1_000
-    )
+    engine = LazyEngine(slots, 1, host=host_blocks, ahead_blocks=ahead_blocks, policy=policy, max_tokens=1_000)
     stored: set[bytes] = set()  # while in the stretch, and there since
     for prompt, for_steps, _ in story:
         engine.comes(prompt, for_steps)
         engine.end_some()
         stretch = set(engine.next_to_leave(ahead_blocks))
         stored &= stretch
-        engine.steps(lands=False)
+        engine.moves(lands=False)
         coming = engine.on_its_way()
         assert stored.isdisjoint(coming), f"{stored & coming} is stored again"
         stored |= coming & stretch
@@ -139,15 +143,15 @@ def test_nothing_is_lost_if_no_step_takes_more_than_is_covered(width: int, slots
 
     Of copies that end with the step. Those on their way longer are not made up for.
     """
-    engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=1_000)
+    engine = LazyEngine(slots, width, max_tokens=1_000)
     known: set[bytes] = set()
     for prompt, for_steps, _ in story:
         engine.end_some()
         engine.comes(prompt, for_steps)
-        engine.steps(lands=True)
-        for key in known - engine.slots.places.keys():
+        engine.moves(lands=True)
+        for key in known - engine.device.places.keys():
             assert engine.cache.pool.find(key) is not None, f"{key!r} is lost"
-        known |= {key for _, request, _ in engine.running for key in request.keys}
+        known |= {key for _, id in engine.running for key in engine.requests[id].keys}
     assert engine.cache.statistics().lost_before_store == 0
 
 
@@ -160,18 +164,18 @@ def test_nothing_is_lost_of_requests_that_begin_and_end_between_two_steps(
     width: int, slots: int, lengths: list[int]
 ) -> None:
     """Each block they had is back before anybody looks, some of them without a key, as if it had never left."""
-    engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=4 * 5)
+    engine = LazyEngine(slots, width, max_tokens=4 * 5)
     for number, length in enumerate(lengths):
         keys = [b"%d/%d" % (number, at) for at in range(length)]
-        holding = engine.slots.take([], 0, length)
-        engine.slots.publish(holding, keys, length)
+        holding = engine.device.take([], 0, length)
+        engine.device.publish(holding, keys, length)
         engine.cache.admit(Request(str(number), keys, 4 * length), 0)
         engine.cache.finished(str(number), 4 * length)
-        engine.slots.let_go(holding)
-        engine.steps(lands=True)
-        engine.steps(lands=True)
+        engine.device.let_go(holding)
+        engine.moves(lands=True)
+        engine.moves(lands=True)
     known = {b"%d/%d" % (number, at) for number, length in enumerate(lengths) for at in range(length)}
-    for key in known - engine.slots.places.keys():
+    for key in known - engine.device.places.keys():
         assert engine.cache.pool.find(key) is not None, f"{key!r} is lost"
 
 
@@ -188,8 +192,9 @@ def test_nothing_is_lost_of_prompts_longer_than_a_step(
 
     The device has room for three of them, and twice for what those steps allocate.
     """
-    slots = QueueSlots(3 * max(lengths) + 2 * (1 + report_steps) * step_chunks, width)
-    cache = LazyEngine(slots, width, max_tokens=4 * step_chunks, report_steps=report_steps).cache
+    room = 3 * max(lengths) + 2 * (1 + report_steps) * step_chunks
+    engine = LazyEngine(room, width, max_tokens=4 * step_chunks, report_steps=report_steps)
+    slots, cache = engine.device, engine.cache
     planned: list[list[int]] = []
     known: set[bytes] = set()
     for prompt, length in enumerate(lengths):
@@ -220,40 +225,40 @@ def test_a_device_at_rest_is_soon_covered(width: int, slots: int, step_chunks: i
     Of a device whose blocks wait in the order of their release. A BlockPool orders by admission: what is released late
     joins ahead of the walk, and is seen only when the stretch has room again.
     """
-    engine = LazyEngine(QueueSlots(slots, width), width, max_tokens=4 * step_chunks)
+    engine = LazyEngine(slots, width, max_tokens=4 * step_chunks)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)
         engine.end_some()
-        engine.steps(lands)
+        engine.moves(lands)
     for _ in range(slots + 5):
         engine.end_some()
-        engine.steps(lands=True)
+        engine.moves(lands=True)
     for key in engine.next_to_leave(min(2 * step_chunks, slots // 2) * width // 2):
         assert not engine.is_reachable(key) or engine.cache.pool.find(key) is not None, f"{key!r} is passed over"
 
 
 @given(
-    new_slots=st.sampled_from([PoolSlots, QueueSlots]),
+    pooled=st.booleans(),
     slots=st.integers(8, 40),
     host=st.integers(2, 12),
     step_chunks=st.integers(1, 8),
     report_steps=st.integers(1, 4),
     story=st.lists(st.tuples(st.text("ab", min_size=1, max_size=8), st.integers(0, 9), st.booleans()), max_size=20),
 )
-@example(QueueSlots, 11, 6, 1, 1, [("ab", 0, False), ("aaaaaaaa", 0, False), ("baaa", 2, False), ("aaaaa", 1, True)])
-@example(QueueSlots, 9, 4, 1, 3, [("abaaaa", 0, False), ("aabaaa", 0, True), ("a", 0, True), ("aaa", 0, True)])
+@example(False, 11, 6, 1, 1, [("ab", 0, False), ("aaaaaaaa", 0, False), ("baaa", 2, False), ("aaaaa", 1, True)])
+@example(False, 9, 4, 1, 3, [("abaaaa", 0, False), ("aabaaa", 0, True), ("a", 0, True), ("aaa", 0, True)])
 def test_a_host_smaller_than_the_stretch_comes_to_rest(
-    new_slots: Any, slots: int, host: int, step_chunks: int, report_steps: int, story: list[Any]
+    pooled: bool, slots: int, host: int, step_chunks: int, report_steps: int, story: list[Any]
 ) -> None:
     """Neither its own stores nor a chain it can never complete are a reason to look for chunks the host evicted."""
-    engine = LazyEngine(new_slots(slots), 1, host_blocks=host, max_tokens=4 * step_chunks, report_steps=report_steps)
+    engine = LazyEngine(slots, 1, pooled=pooled, host=host, max_tokens=4 * step_chunks, report_steps=report_steps)
     for prompt, for_steps, lands in story:
         engine.comes(prompt, for_steps)
         engine.end_some()
-        engine.steps(lands)
+        engine.moves(lands)
     at_most = 10 * slots
-    while transfers := engine.cache.step().transfers:
-        engine.moving |= {transfer.id for transfer in transfers}
+    while transfers := engine.steps().transfers:
+        engine.moving += transfers
         engine.lands()
         at_most -= 1
         assert at_most, "it stores for ever"

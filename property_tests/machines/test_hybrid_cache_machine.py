@@ -27,6 +27,8 @@ from cpu_prefix_cache.deciding import (
     WindowGroup,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.testing.engine import cache_options
+from cpu_prefix_cache.testing.slots import PoolSlots
 from property_tests.machines.test_prefix_cache_machine import (
     ALL_NAMES,
     FAILURES,
@@ -35,7 +37,6 @@ from property_tests.machines.test_prefix_cache_machine import (
     PrefixCacheMachine,
     Sequence,
 )
-from property_tests.models.engines import HybridSlots, cache_options
 from property_tests.strategies import chain, pick, positions, prompts
 from tests.support.sinks import SinkGroup
 
@@ -113,7 +114,7 @@ class HybridCacheMachine(PrefixCacheMachine):
         assert self.planner.grid_tokens == GRID
         checkpoint = [self.planner.pieces[at.group].device_blocks for at in self.planner.checkpoint(5)]
         prompt_blocks = 6 * self.planner.device_blocks_per_chunk + 3 * sum(checkpoint)
-        self.slots = HybridSlots(self.planner, device_room * prompt_blocks // 10)
+        self.slots = PoolSlots(self.planner, device_room * prompt_blocks // 10)
         prompt_blocks = 6 * self.planner.host_blocks_per_chunk + 2 * self.planner.checkpoint_blocks(5)
         self.host_blocks = host_room * prompt_blocks // 10
         self.cache = CPUPrefixCache(

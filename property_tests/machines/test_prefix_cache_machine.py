@@ -34,7 +34,9 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.offload import completion
 from cpu_prefix_cache.pool.scarcity import Scarcity
-from property_tests.models.engines import Holding, PoolSlots, QueueSlots, cache_options
+from cpu_prefix_cache.testing.engine import cache_options
+from cpu_prefix_cache.testing.slots import Holding, PoolSlots
+from property_tests.models.engines import QueueSlots
 from property_tests.models.listener import Listener
 from property_tests.models.model import longest_boundary
 from property_tests.strategies import chain, pick, positions, prompts
@@ -141,7 +143,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         groups = [PrefixGroup(name=name, block_tokens=tokens, block_bytes=size) for name, tokens, size in PLANS[plan]]
         self.planner = HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID)
         width = self.planner.device_blocks_per_chunk
-        self.slots = PoolSlots(device_chunks, policy) if pooled and width == 1 else QueueSlots(device_chunks, width)
+        self.slots = QueueSlots(device_chunks, width)
+        if pooled and width == 1:
+            self.slots = PoolSlots(self.planner, device_chunks, policy)
         if notes and isinstance(self.slots, QueueSlots):
             self.slots.noted = {}
         self.host_blocks = host_chunks * self.planner.host_blocks_per_chunk

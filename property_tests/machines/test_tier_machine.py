@@ -33,10 +33,12 @@ from cpu_prefix_cache.deciding import (
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierReport, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.testing.engine import cache_options
+from cpu_prefix_cache.testing.slots import PoolSlots
 from cpu_prefix_cache.tiers import questions, tiered_cache
 from property_tests.machines.test_hybrid_cache_machine import LAYOUTS, HybridCacheMachine
 from property_tests.machines.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine
-from property_tests.models.engines import HybridSlots, PoolSlots, QueueSlots, cache_options
+from property_tests.models.engines import QueueSlots
 from property_tests.models.listener import Listener
 from property_tests.models.tier_model import RankSlots, RankStore
 from property_tests.strategies import chain, pick, positions, prompts
@@ -848,7 +850,7 @@ class TierMachine(WithTier):
     def new_slots(self) -> Any:
         width = self.planner.device_blocks_per_chunk
         if self.is_pooled and width == 1:
-            return PoolSlots(self.device_chunks, self.policy)
+            return PoolSlots(self.planner, self.device_chunks, self.policy)
         return QueueSlots(self.device_chunks, width)
 
 
@@ -889,7 +891,7 @@ class HybridTierMachine(WithTier, HybridCacheMachine):
         self.build_tier(tier, {**host, "checkpoint_interval": interval and interval * GRID})
 
     def new_slots(self) -> Any:
-        return HybridSlots(self.planner, self.device_blocks)
+        return PoolSlots(self.planner, self.device_blocks)
 
 
 class StoreMachine(WithStore, TierMachine):
