@@ -50,6 +50,16 @@ def test_a_load_of_a_damaged_block_is_noticed(at):
         engine.reports([load], rank=1)
 
 
+def test_a_load_that_moves_nothing_is_noticed():
+    """Its blocks hold nothing from the plan on, though they had these very bytes before they left the device."""
+    engine = with_prompt_on_host(device=4)
+    engine.starts("again", "abcd")
+    (load,) = engine.steps().transfers
+    engine.memory._moving[0].clear()
+    with pytest.raises(AssertionError, match="brought other bytes"):
+        engine.reports([load])
+
+
 def test_a_host_block_that_is_overwritten_while_it_is_read_is_noticed():
     engine = with_prompt_on_host()
     engine.starts("again", "abcd")

@@ -28,7 +28,7 @@ from typing import Any
 
 from cpu_prefix_cache.messages.errors import MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.options import CacheOptions
-from cpu_prefix_cache.messages.plan import Direction, RankReport, StepPlan, TransferPlan
+from cpu_prefix_cache.messages.plan import RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Request
 from cpu_prefix_cache.model.groups import PrefixGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -36,7 +36,7 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
-from cpu_prefix_cache.testing.patterns import Patterns
+from cpu_prefix_cache.testing.patterns import POISON, Patterns
 from cpu_prefix_cache.testing.slots import Holding, PoolSlots, Slots
 
 GRID = 4
@@ -204,8 +204,12 @@ class Engine:
     # Copies
 
     def steps(self) -> StepPlan:
+        """Plan a step. What its loads are to fill holds nothing from then on."""
         plan = self.cache.step()
         self.memory.begin(plan)
+        for transfer in plan.transfers:
+            for blocks, _ in self._loads.get(transfer.id, ()):
+                self.memory.write(blocks, [POISON] * len(blocks))
         self.check_rules()
         return plan
 
@@ -335,7 +339,7 @@ class Engine:
     def _resolved(self, each: Resolved) -> None:
         """Compare what a load has brought, and give back what it filled of checkpoints: its request has them now."""
         for blocks, patterns in self._loads.pop(each.id, ()):
-            if each.direction is Direction.LOAD and each.ok and not self.memory.holds(blocks, patterns):
+            if each.ok and not self.memory.holds(blocks, patterns):
                 raise AssertionError(f"load {each.id} brought other bytes than {patterns}")
         if each.request_id in self._stages:
             self.gpu.abort([self._stages.pop(each.request_id)])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, StepPlan, TransferPlan
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
-TORN = "torn"
+POISON, TORN = "poison", "torn"
 Blocks = Sequence[int]
 Memory = dict[int, Any]  # of one rank, by block
 
@@ -74,18 +74,16 @@ class Patterns:
     # Transfers
 
     def begin(self, plan: StepPlan) -> None:
-        """Read what the transfers of a plan copy, and let those that it cancels read anything."""
+        """Read what the transfers of a plan copy. What it cancels, or a load waits for, may be overwritten then."""
         free = {id for transfer in plan.transfers for id in transfer.after} | set(plan.cancelled)
         for rank, moving in enumerate(self._moving):
             for transfer in plan.transfers:
                 pieces = list(self._pieces(transfer))
                 is_store = transfer.direction is Direction.STORE
                 read = [self._read(rank, is_store, piece) for piece in pieces]
-                may_change = transfer.holds_compute or bool(transfer.after) or transfer.id in free
-                moving[transfer.id] = _Copy(is_store, pieces, read, may_change)
-            for id in plan.cancelled:
-                if id in moving:
-                    moving[id] = moving[id]._replace(may_change=True)
+                moving[transfer.id] = _Copy(is_store, pieces, read, transfer.holds_compute or bool(transfer.after))
+            for id in free & moving.keys():
+                moving[id] = moving[id]._replace(may_change=True)
 
     def end(self, rank: int, done: Iterable[int], failed: Iterable[int] = (), torn: Iterable[int] = ()) -> None:
         """A rank reports transfers, some of them once more. The pieces that begin with `torn` host blocks did not fit.
