@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from cpu_prefix_cache.deciding import Direction, Piece, RankReport, StateGroup, TransferPlan
+from cpu_prefix_cache.deciding import Piece, RankReport, StateGroup, TransferPlan
 from cpu_prefix_cache.messages.tier import Ask, TierPlan, TierReport, Told
-from property_tests.models.tier_model import RankSlots, RankStore
+from property_tests.models.tier_model import RankSlots, RankStore, carry_out
 
 GROUPS = 2
 PIECES = [Piece(StateGroup(name=f"group {at}", block_tokens=1, block_bytes=4096), 1, 1, 4096) for at in range(GROUPS)]
@@ -45,23 +45,7 @@ class KeyedRank:
     def end(self, id: int, well: bool = True) -> None:
         """A transfer that fails has moved half of its blocks."""
         transfer = self.waiting.pop(id)
-        triples = [
-            triple
-            for copy in transfer.copies
-            for triple in zip(copy.host_blocks, copy.device_blocks, copy.labels, strict=True)
-        ]
-        if not well:
-            triples = triples[: len(triples) // 2]
-        refused = []
-        for slot, block, label in triples:
-            if transfer.direction is Direction.STORE:
-                self.slots.write(slot, label, self.host[block])
-            elif (content := self.slots.read(slot, label)) is not None:
-                self.host[block] = content
-            else:
-                self.host[block] = "anything"
-                refused.append(slot)
-        self._refused[id] = tuple(refused)
+        self._refused[id] = carry_out(self.slots, transfer, self.host, well)
         (self._done if well else self._failed).add(id)
 
     def report(self) -> TierReport:

@@ -10,9 +10,10 @@ from typing import Any
 
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.messages.generations import RANGE
-from cpu_prefix_cache.messages.plan import CHUNK, Label
+from cpu_prefix_cache.messages.plan import CHUNK, Direction, Label, TransferPlan
 from cpu_prefix_cache.messages.tier import Ask, Found, TierPlan, Told
 
+Slots = tuple[int, ...]
 Name = tuple[bytes, int, int, int]  # of a value in a store: key, group, place, block
 
 
@@ -162,3 +163,22 @@ class RankStore:
 
 def _name(label: Label) -> Name:
     return label.key, label.group, label.place, label.block
+
+
+def carry_out(rank: RankSlots | RankStore, transfer: TransferPlan, host: dict[int, Any], well: bool = True) -> Slots:
+    """Copy between the blocks of the host and a tier: the slots of a load that are refused. Not `well`: half of it."""
+    places = [
+        place
+        for copy in transfer.copies
+        for place in zip(copy.host_blocks, copy.device_blocks, copy.labels, strict=True)
+    ]
+    refused = []
+    for slot, block, label in places if well else places[: len(places) // 2]:
+        if transfer.direction is Direction.STORE:
+            rank.write(slot, label, host.get(block))
+        elif (content := rank.read(slot, label)) is not None:
+            host[block] = content
+        else:
+            host[block] = "anything"
+            refused.append(slot)
+    return tuple(refused)

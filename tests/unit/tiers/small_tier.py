@@ -26,7 +26,7 @@ from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierRepor
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.engine import GRID, Engine, chain
 from cpu_prefix_cache.tier import TierStatistics
-from property_tests.models.tier_model import RankSlots, RankStore
+from property_tests.models.tier_model import RankSlots, RankStore, carry_out
 
 FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
 STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=4096)
@@ -190,21 +190,8 @@ class Tiered(Engine):
         """These transfers, or all, end on all ranks. Slots that went bad are refused."""
         transfers = [self.moving.pop(id) for id in ids or list(self.moving)]
         for rank, tier in enumerate(self.tiers):
-            refused = []
-            for transfer in transfers:
-                places = [
-                    place
-                    for copy in transfer.copies
-                    for place in zip(copy.host_blocks, copy.labels, copy.device_blocks, strict=True)
-                ]
-                if transfer.direction is Direction.LOAD and ok:
-                    found = {slot: (block, tier.read(slot, label)) for slot, label, block in places}
-                    self.memory.host[rank] |= dict(found.values())
-                    lost = tuple(slot for slot, (_, content) in found.items() if content is None)
-                    refused += [(transfer.id, lost)] if lost else []
-                elif ok:
-                    for slot, label, block in places:
-                        tier.write(slot, label, self.memory.host[rank].get(block))
+            carried = {each.id: carry_out(tier, each, self.memory.host[rank]) for each in transfers if ok}
+            refused = [(id, lost) for id, lost in carried.items() if lost]
             done = {each.id for each in transfers if ok and not each.failed}
             failed = {each.id for each in transfers} - done
             self.reports_below(RankReport(rank, frozenset(done), frozenset(failed), unfit=tuple(refused)), ranks=[rank])
