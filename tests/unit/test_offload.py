@@ -9,11 +9,9 @@ from cpu_prefix_cache import POLICIES, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
-    EngineSteps,
     HybridChunkPlanner,
     PooledDevice,
     PrefixGroup,
-    RankReport,
     Request,
 )
 from cpu_prefix_cache.eviction.buckets import Buckets
@@ -367,116 +365,104 @@ def test_lazy_goes_on_while_a_request_runs_below_what_waits():
     assert {"k", "l"} <= engine.host
 
 
-def runs_and_ends(device, cache, prompt):
-    """A whole request on a device that is a queue, without a step."""
-    matched = device.match(chain(prompt))
-    holding = device.take(chain(prompt), matched, len(prompt))
-    device.publish(holding, chain(prompt), len(prompt))
-    cache.admit(Request(prompt, chain(prompt), 100), matched * GRID)
-    cache.computed(prompt, len(prompt) * GRID)
-    cache.finished(prompt, len(prompt) * GRID)
-    device.let_go(holding)
-
-
-def lazy_on_a_queue(slots, *prompts, width=1, cache=CPUPrefixCache, notes=False, **options):
+class Queue(Engine):
     """Lazy, on a device that is a queue, where these prompts wait one behind the other, behind what nobody has used."""
-    device = QueueSlots(slots, width, noted={} if notes else None)
-    attention = PrefixGroup(name="attention", block_tokens=GRID // width, block_bytes=100)
-    planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
-    cache = cache(planner, device, **cache_options(**{"host_blocks": 20, **options}))
-    for prompt in prompts:
-        runs_and_ends(device, cache, prompt)
-    return device, cache
+
+    def __init__(self, slots, *prompts, mode="lazy", width=1, notes=False, host=20, **options):
+        attention = PrefixGroup(name="attention", block_tokens=GRID // width, block_bytes=100)
+        planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
+        device = QueueSlots(slots, width, noted={} if notes else None)
+        super().__init__(mode, device, host, planner=planner, **options)
+        for prompt in prompts:
+            self.runs(prompt)
+
+    def runs(self, prompt):
+        """A whole request, without a step."""
+        self.starts(prompt, prompt, load=False)
+        self.computes(prompt)
+        self.ends(prompt)
+
+    def rests(self):
+        """Steps until nothing is stored any more, each store landing with its step. What they looked at in all."""
+        before = self.cache.statistics().work
+        while self.copies():
+            pass
+        return self.cache.statistics().work - before
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_blocks_about_to_leave_go_back_to_their_places(width):
     """All the blocks of a chunk, the deepest chunk first. Released as usual, the coldest would become the hottest."""
-    device, cache = lazy_on_a_queue(6, "ab", "xyz", width=width, host_blocks=8, max_tokens=2 * GRID)
-    before = list(device.soonest_evicted())
+    engine = Queue(6, "ab", "xyz", width=width, host=8, max_tokens=2 * GRID)
+    before = list(engine.device.soonest_evicted())
     assert [key for _, key in before if key is not None] == [b"ab", b"a", b"xyz", b"xy", b"x"]
-    (transfer,) = cache.step().transfers
-    assert [key for _, key in device.soonest_evicted() if key is not None] == [b"xyz", b"xy", b"x"]
-    cache.report(RankReport(0, frozenset([transfer.id])))
-    assert list(device.soonest_evicted()) == before
+    (transfer,) = engine.steps().transfers
+    assert [key for _, key in engine.device.soonest_evicted() if key is not None] == [b"xyz", b"xy", b"x"]
+    engine.reports([transfer])
+    assert list(engine.device.soonest_evicted()) == before
 
 
 def test_stores_portion_by_portion_keep_the_order_of_the_device():
     """Behind what was covered before it, and ancestors behind a descendant that the budget did not reach."""
     sizes = {"max_tokens": 2 * GRID}
-    device, cache = lazy_on_a_queue(10, "ab", "xyz", "klmno", **sizes)
-    before = list(device.soonest_evicted())
+    engine = Queue(10, "ab", "xyz", "klmno", **sizes)
+    before = list(engine.device.soonest_evicted())
     stored = 0
     for _ in range(8):
-        moving = [transfer.id for transfer in cache.step().transfers]
-        cache.report(RankReport(0, frozenset(moving)))
+        moving = [transfer.id for transfer in engine.steps().transfers]
+        engine.reports(moving)
         stored += len(moving)
-        assert list(device.soonest_evicted()) == before
+        assert list(engine.device.soonest_evicted()) == before
     assert stored > 1
-    assert cache.pool.find(b"xyz") is not None
+    assert engine.cache.pool.find(b"xyz") is not None
 
 
 def test_ancestors_that_were_in_use_when_they_were_stored_leave_last():
     """Only what waited goes back to where it waited: a request that ends meanwhile has used the others just now."""
-    device = QueueSlots(8)
-    planner = HybridChunkPlanner([ATTENTION], max_model_len=100)
-    cache = CPUPrefixCache(
-        planner, device, host_blocks=20, **cache_options(steps=EngineSteps(max_tokens=9 * GRID, ahead_blocks=5))
-    )
-    keys = chain("ab")
-    holding = device.take(keys, 0, 2)
-    device.publish(holding, keys, 2)
-    cache.admit(Request("runs", keys, 100), 0)
-    cache.computed("runs", 2 * GRID)
+    engine = Queue(8, max_tokens=9 * GRID, ahead_blocks=5)
+    engine.starts("runs", "ab")
+    engine.computes("runs")
     for prompt in ("abx", "k"):
-        runs_and_ends(device, cache, prompt)
-    moving = [transfer.id for transfer in cache.step().transfers]
+        engine.runs(prompt)
+    moving = engine.steps().transfers
     assert len(moving) == 1  # of "k" nothing yet
-    cache.finished("runs", 2 * GRID)
-    device.let_go(holding)
-    cache.report(RankReport(0, frozenset(moving)))
-    waiting = [key for _, key in device.soonest_evicted() if key is not None]
+    engine.ends("runs")
+    engine.reports(moving)
+    waiting = [key for _, key in engine.device.soonest_evicted() if key is not None]
     assert waiting[:2] == [b"abx", b"k"] and set(waiting[2:]) == {b"ab", b"a"}
 
 
 @pytest.mark.parametrize("first_lands", ["before it ends", "first", "last"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_however_the_stores_of_a_request_land_its_end_leaves_before_its_beginning(first_lands, width):
-    device = QueueSlots(8, width)
-    attention = PrefixGroup(name="attention", block_tokens=GRID // width, block_bytes=100)
-    planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=GRID)
-    cache = CPUPrefixCache(planner, device, host_blocks=20, **cache_options(offload="eager"))
-    keys = chain("abcde")
-    holding = device.take(keys, 0, 5)
-    cache.admit(Request("r", keys, 100), 0)
-    device.publish(holding, keys, 3)
-    cache.computed("r", 3 * GRID)
-    first = [transfer.id for transfer in cache.step().transfers]
+    engine = Queue(8, mode="eager", width=width)
+    engine.starts("r", "abcde")
+    engine.computes("r", 3)
+    first = engine.steps().transfers
     if first_lands == "before it ends":
-        cache.report(RankReport(0, frozenset(first)))
-    device.publish(holding, keys, 5)
-    cache.finished("r", 5 * GRID)
-    device.let_go(holding)
-    second = [transfer.id for transfer in cache.step().transfers]
+        engine.reports(first)
+    engine.fills("r")
+    engine.ends("r")
+    second = engine.steps().transfers
     for landed in [second, first] if first_lands == "last" else [first, second]:
-        cache.report(RankReport(0, frozenset(landed)))
-    waiting = [key.decode() for _, key in device.soonest_evicted() if key is not None]
+        engine.reports(landed)
+    waiting = [key.decode() for _, key in engine.device.soonest_evicted() if key is not None]
     assert waiting == ["abcde", "abcd", "abc", "ab", "a"]
 
 
-def stores_in_one_step(**options: int) -> tuple[QueueSlots, CPUPrefixCache, list[int]]:
+def stores_in_one_step(**options: int) -> tuple[Queue, list[int]]:
     """Three prompts that wait one behind the other; what is stored of them in one step."""
-    device, cache = lazy_on_a_queue(9, "abc", "def", "ghi", **{"max_tokens": 9 * GRID, "ahead_blocks": 9, **options})
-    return device, cache, [transfer.id for transfer in cache.step().transfers]
+    engine = Queue(9, "abc", "def", "ghi", **{"max_tokens": 9 * GRID, "ahead_blocks": 9, **options})
+    return engine, [transfer.id for transfer in engine.steps().transfers]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_several_stores_of_one_step_keep_the_order_of_the_device(at_once):
-    device, cache, moving = stores_in_one_step()
-    assert len(moving) == 3 and not device.waiting
+    engine, moving = stores_in_one_step()
+    assert len(moving) == 3 and not engine.device.waiting
     for done in [moving] if at_once else [[id] for id in moving]:
-        cache.report(RankReport(0, frozenset(done)))
-    waiting = [key for _, key in device.soonest_evicted()]
+        engine.reports(done)
+    waiting = [key for _, key in engine.device.soonest_evicted()]
     assert waiting == [b"abc", b"ab", b"a", b"def", b"de", b"d", b"ghi", b"gh", b"g"]
 
 
@@ -485,32 +471,32 @@ def test_a_prompt_is_stored_whole_where_the_device_can_spare_it(width, slots, st
     """Its end leaves first and is stored last: in portions it would be gone before its turn came. What is left are the
     6 chunks that steps until the report can allocate, and as many again as are held."""
     options = {"max_tokens": 2 * GRID, "report_steps": 2, "ahead_blocks": 5, "cache": whole_prompts}
-    device, cache = lazy_on_a_queue(slots, "abcdefgh", width=width, **options)
-    device.let_go(device.take([], 0, slots - 8))  # what waited before it waits behind it
-    (transfer,) = cache.step().transfers
+    engine = Queue(slots, "abcdefgh", width=width, **options)
+    engine.device.let_go(engine.device.take([], 0, slots - 8))  # what waited before it waits behind it
+    (transfer,) = engine.steps().transfers
     assert len(transfer.copies[0].device_blocks) == stored * width
 
 
 def test_running_blocks_are_not_stored_because_ancestors_of_waiting_ones_are_held():
     """They are missing from the order as if the device were all in use, and come back."""
-    sizes = {"host_blocks": 60, "max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 48, "cache": whole_prompts}
-    device, cache = lazy_on_a_queue(66, "z", "abcdefghijklmnop", **sizes)
-    device.take([], 0, 14)  # what nobody has used
-    first, second = sorted(cache.step().transfers, key=lambda each: each.num_bytes)
+    sizes = {"host": 60, "max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 48, "cache": whole_prompts}
+    engine = Queue(66, "z", "abcdefghijklmnop", **sizes)
+    engine.device.take([], 0, 14)  # what nobody has used
+    first, second = sorted(engine.steps().transfers, key=lambda each: each.num_bytes)
     assert [len(each.copies[0].device_blocks) for each in (first, second)] == [1, 16]
-    cache.admit(Request("uvw", chain("uvw"), 100), 0)
-    device.publish(device.take(chain("uvw"), 0, 3), chain("uvw"), 3)
-    cache.computed("uvw", 3 * GRID)
-    cache.report(RankReport(0, frozenset([first.id])))
-    assert cache.step().transfers == ()
+    engine.cache.admit(Request("uvw", chain("uvw"), 100), 0)
+    engine.device.publish(engine.device.take(chain("uvw"), 0, 3), chain("uvw"), 3)
+    engine.cache.computed("uvw", 3 * GRID)
+    engine.reports([first])
+    assert engine.steps().transfers == ()
 
 
 def test_a_beginning_that_the_host_took_waits_behind_the_end_it_has_no_room_for():
-    device, cache = lazy_on_a_queue(40, "abcde", host_blocks=3, max_tokens=6 * GRID, ahead_blocks=20)
-    device.let_go(device.take([], 0, 35))
-    (transfer,) = cache.step().transfers
-    cache.report(RankReport(0, frozenset([transfer.id])))
-    order = [key for _, key in device.soonest_evicted() if key is not None]
+    engine = Queue(40, "abcde", host=3, max_tokens=6 * GRID, ahead_blocks=20)
+    engine.device.let_go(engine.device.take([], 0, 35))
+    (transfer,) = engine.steps().transfers
+    engine.reports([transfer])
+    order = [key for _, key in engine.device.soonest_evicted() if key is not None]
     assert order.index(b"abcde") < order.index(b"abc") < order.index(b"ab") < order.index(b"a")
 
 
@@ -562,100 +548,63 @@ def test_blocks_of_a_device_pool_wait_unless_held_or_being_written():
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_chunk_that_is_used_again_leaves_the_front(width):
     """With all blocks of its chunks. Its first and its last block wait, as before; what it has less is made up for."""
-    device, cache = lazy_on_a_queue(12, *"abcd", "efg", *"hijkl", width=width, max_tokens=GRID, ahead_blocks=8 * width)
-    rests(cache)
-    assert [key for key in "hijkl" if cache.pool.find(key.encode()) is not None] == ["h"]
-    device.take(chain("efg"), 3, 3)
-    cache.admit(Request("r", chain("efg"), 100), 3 * GRID)
-    rests(cache)
-    assert [key for key in "hijkl" if cache.pool.find(key.encode()) is not None] == ["h", "i", "j", "k"]
+    engine = Queue(12, *"abcd", "efg", *"hijkl", width=width, max_tokens=GRID, ahead_blocks=8 * width)
+    engine.rests()
+    assert [key for key in "hijkl" if engine.cache.pool.find(key.encode()) is not None] == ["h"]
+    engine.device.take(chain("efg"), 3, 3)
+    engine.cache.admit(Request("r", chain("efg"), 100), 3 * GRID)
+    engine.rests()
+    assert [key for key in "hijkl" if engine.cache.pool.find(key.encode()) is not None] == ["h", "i", "j", "k"]
 
 
 def test_held_blocks_stay_in_the_front():
     """It comes back to where it waited: nothing is stored to make up for it, although there is a budget."""
-    device, cache = lazy_on_a_queue(14, "abc", max_tokens=3 * GRID, report_steps=2, ahead_blocks=4)
-    device.let_go(device.take([], 0, 1))
-    runs_and_ends(device, cache, "def")
-    in_use, _ = device.take([], 0, 3), device.take([], 0, 4)  # what nobody has used, but for one behind "abc"
-    assert [len(transfer.copies[0].device_blocks) for transfer in cache.step().transfers] == [3]
-    device.let_go(in_use)  # so that it is examined again
-    assert cache.step().transfers == ()
+    engine = Queue(14, "abc", max_tokens=3 * GRID, report_steps=2, ahead_blocks=4)
+    engine.device.let_go(engine.device.take([], 0, 1))
+    engine.runs("def")
+    in_use, _ = (
+        engine.device.take([], 0, 3),
+        engine.device.take([], 0, 4),
+    )  # what nobody has used, but for one behind "abc"
+    assert [len(transfer.copies[0].device_blocks) for transfer in engine.steps().transfers] == [3]
+    engine.device.let_go(in_use)  # so that it is examined again
+    assert engine.steps().transfers == ()
 
 
 def test_blocks_whose_store_failed_are_examined_again():
-    device, cache = lazy_on_a_queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
-    device.take([], 0, 8)  # what nobody has used
-    (store,) = cache.step().transfers
-    cache.report(RankReport(0, failed=frozenset([store.id])))
-    (again,) = cache.step().transfers
+    engine = Queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
+    engine.device.take([], 0, 8)  # what nobody has used
+    (store,) = engine.steps().transfers
+    engine.reports(failed=[store])
+    (again,) = engine.steps().transfers
     assert again.copies[0].device_blocks == store.copies[0].device_blocks
 
 
 def test_blocks_that_do_not_fit_their_codec_are_not_stored_in_each_step():
     """All that waits is examined again, since the next store fails."""
-    device, cache = lazy_on_a_queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
-    device.take([], 0, 8)  # what nobody has used
-    (store,) = cache.step().transfers
+    engine = Queue(14, "abc", "def", max_tokens=3 * GRID, ahead_blocks=3)
+    engine.device.take([], 0, 8)  # what nobody has used
+    (store,) = engine.steps().transfers
     unfit = ((store.id, store.copies[0].host_blocks[:1]),)
-    cache.report(RankReport(0, frozenset([store.id]), unfit=unfit))
-    device.take([], 0, 1)
-    (other,) = cache.step().transfers
-    cache.report(RankReport(0, failed=frozenset([other.id])))
-    again = {block for each in cache.step().transfers for block in each.copies[0].device_blocks}
+    engine.reports([store], unfit=unfit)
+    engine.device.take([], 0, 1)
+    (other,) = engine.steps().transfers
+    engine.reports(failed=[other])
+    again = {block for each in engine.steps().transfers for block in each.copies[0].device_blocks}
     assert again == {*other.copies[0].device_blocks}
 
 
 def test_a_front_without_keys_may_move_unseen():
     """Requests take it and give it back without a key between two steps: it waits by the same names, but last."""
-    device, cache = lazy_on_a_queue(14, "abc", max_tokens=4 * GRID, ahead_blocks=4)
-    in_use = device.take([], 0, 2)
-    rests(cache)
+    engine = Queue(14, "abc", max_tokens=4 * GRID, ahead_blocks=4)
+    in_use = engine.device.take([], 0, 2)
+    engine.rests()
     for _ in range(9):
-        device.let_go(device.take([], 0, 1))
-    device.let_go(in_use)
-    assert [key for _, key in device.soonest_evicted()][:3] == [b"abc", b"ab", b"a"]
-    rests(cache)
-    assert cache.pool.find(b"abc") is not None and cache.pool.find(b"a") is not None
-
-
-class Together:
-    """A device of six blocks, which notes what it hands out, where only these prompts wait, and a host of three."""
-
-    def __init__(self, *prompts):
-        self.device, self.cache = lazy_on_a_queue(6, *prompts, notes=True, host_blocks=3)
-        self.spare = [self.device.take([], 0, 1) for _ in range(6 - len("".join(prompts)))]
-
-    def computes(self, prompt):
-        """A request of one chunk, in a block that was not waiting."""
-        holding = self.spare.pop()
-        self.device.publish(holding, chain(prompt), 1)
-        self.cache.admit(Request(prompt, chain(prompt), 100), 0)
-        self.cache.computed(prompt, GRID)
-        return holding
-
-    def ends(self, prompt, holding):
-        self.cache.finished(prompt, GRID)
-        self.device.let_go(holding)
-
-    def hands_out(self, blocks):
-        """One by one, with what is stored before and after each."""
-        for _ in range(blocks):
-            rests(self.cache)
-            self.spare.append(self.device.take([], 0, 1))
-            rests(self.cache)
-
-    def loads(self, prompt):
-        """A request takes the next blocks for a load of its prompt."""
-        request = Request("loads", chain(prompt), 100)
-        assert self.cache.lookup(request, 0, 0.0) == Hit(len(prompt) * GRID)
-        self.holding = self.device.take([], 0, len(prompt))
-        self.cache.admit(request, 0, len(prompt) * GRID, 0.0)
-        blocks = [block for slot in self.holding.slots for block in self.device.blocks_of(slot)]
-        self.cache.load("loads", len(prompt) * GRID, [blocks], 0.0)
-
-    @property
-    def host(self):
-        return {key for key in "abcdez" if self.cache.pool.find(key.encode()) is not None}
+        engine.device.let_go(engine.device.take([], 0, 1))
+    engine.device.let_go(in_use)
+    assert [key for _, key in engine.device.soonest_evicted()][:3] == [b"abc", b"ab", b"a"]
+    engine.rests()
+    assert engine.cache.pool.find(b"abc") is not None and engine.cache.pool.find(b"a") is not None
 
 
 @pytest.mark.parametrize("load_ends", ["last", "first", "first, and has failed"])
@@ -663,42 +612,49 @@ def test_blocks_that_a_load_overwrites_are_stored_before_it(load_ends):
     """A load that went well has waited for the store, whichever is reported first. After one that has failed the store
     may still read what is computed next.
     """
-    both = Together("xy")
-    both.hands_out(2)
-    both.device.let_go(both.spare.pop())
-    both.ends("b", both.computes("b"))
-    rests(both.cache)
-    both.loads("xy")
-    store, load = both.cache.step().transfers
+    engine = Queue(6, "xy", notes=True, host=3)
+    spare = [engine.device.take([], 0, 1) for _ in range(4)]
+    for _ in range(2):  # "xy" leaves, block by block
+        engine.rests()
+        spare.append(engine.device.take([], 0, 1))
+        engine.rests()
+    engine.device.let_go(spare.pop())
+    request = engine.requests["b"] = Request("b", chain("b"), 100)
+    engine.holdings["b"] = spare.pop()  # a block that was not waiting
+    engine.cache.admit(request, 0)
+    engine.computes("b")
+    engine.ends("b")
+    engine.rests()
+    engine.starts("loads", "xy")
+    store, load = engine.steps().transfers
     assert load.after == (store.id,) and set(store.copies[0].device_blocks) < set(load.copies[0].device_blocks)
     has_failed = load_ends == "first, and has failed"
-    loaded = RankReport(0, failed=frozenset([load.id])) if has_failed else RankReport(0, frozenset([load.id]))
-    reports = [RankReport(0, frozenset([store.id])), loaded]
+    reports = [{"done": [store]}, {"failed" if has_failed else "done": [load]}]
     for report in reports if load_ends == "last" else reversed(reports):
-        both.cache.report(report)
-    assert both.host == (set() if has_failed else {"b"})
+        engine.reports(**report)
+    assert ("b" in engine.host) != has_failed
 
 
 def test_a_prompt_on_its_way_keeps_nothing_behind_it_from_being_stored():
     """Most of it stood behind the stretch, which goes on being looked at."""
     sizes = {"max_tokens": 3 * GRID, "report_steps": 2, "ahead_blocks": 5, "cache": whole_prompts}
-    device, cache = lazy_on_a_queue(60, "abcdefgh", "klm", **sizes)
-    device.let_go(device.take([], 0, 45))  # four others wait before the first, these behind the second
+    engine = Queue(60, "abcdefgh", "klm", **sizes)
+    engine.device.let_go(engine.device.take([], 0, 45))  # four others wait before the first, these behind the second
     stored = []
     for _ in range(2):
-        stored += [len(transfer.copies[0].device_blocks) for transfer in cache.step().transfers]
-        device.take([], 0, 4)
+        stored += [len(transfer.copies[0].device_blocks) for transfer in engine.steps().transfers]
+        engine.device.take([], 0, 4)
     assert stored == [8, 3]
 
 
 def test_while_stores_are_on_their_way_and_nothing_is_handed_out_the_order_is_looked_at_once():
-    device, cache = lazy_on_a_queue(18, "abc", "def", "ghi", max_tokens=3 * GRID, ahead_blocks=9)
-    device.take([], 0, 9)  # what nobody has used
-    assert len(cache.step().transfers) == 1
-    work = cache.statistics().work
+    engine = Queue(18, "abc", "def", "ghi", max_tokens=3 * GRID, ahead_blocks=9)
+    engine.device.take([], 0, 9)  # what nobody has used
+    assert len(engine.steps().transfers) == 1
+    work = engine.cache.statistics().work
     for _ in range(5):
-        assert cache.step().transfers == ()
-    assert cache.statistics().work == work
+        assert engine.steps().transfers == ()
+    assert engine.cache.statistics().work == work
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
@@ -745,73 +701,65 @@ def test_lazy_comes_to_rest_where_the_host_is_smaller_than_the_front(policy, cac
     assert engine.cache.statistics().chunks_stored < 24
 
 
-def rests(cache):
-    """Steps until nothing is stored any more, each store landing with its step. What they looked at in all."""
-    before = cache.statistics().work
-    while transfers := cache.step().transfers:
-        cache.report(RankReport(0, frozenset(transfer.id for transfer in transfers)))
-    return cache.statistics().work - before
-
-
 @pytest.mark.parametrize("cache", [CPUPrefixCache, whole_prompts])
 def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_a_use(cache):
-    device, cache = lazy_on_a_queue(24, *"abcdef", cache=cache, host_blocks=2, max_tokens=4 * GRID, report_steps=1)
-    device.let_go(device.take([], 0, 18))  # what waited before it waits behind it
+    engine = Queue(24, *"abcdef", cache=cache, host=2, max_tokens=4 * GRID, report_steps=1)
+    engine.device.let_go(engine.device.take([], 0, 18))  # what waited before it waits behind it
     for taken, used, stored in [(0, "", 6), (1, "", 0), (1, "", 0), (0, "c", 0), (4, "", 0), (4, "", 0), (6, "", 1)]:
-        device.take([], 0, taken)
+        engine.device.take([], 0, taken)
         if used:  # by a request that ends before it has computed anything
-            holding = device.take(chain(used), 1, 1)
-            cache.admit(Request(used, chain(used), 100), GRID)
-            cache.finished(used, 0)
-            device.let_go(holding)
-        before = cache.statistics().chunks_stored
-        rests(cache)
-        assert cache.statistics().chunks_stored - before == stored
-    assert cache.pool.find(b"c") is not None
+            holding = engine.device.take(chain(used), 1, 1)
+            engine.cache.admit(Request(used, chain(used), 100), GRID)
+            engine.cache.finished(used, 0)
+            engine.device.let_go(holding)
+        before = engine.cache.statistics().chunks_stored
+        engine.rests()
+        assert engine.cache.statistics().chunks_stored - before == stored
+    assert engine.cache.pool.find(b"c") is not None
 
 
 def test_a_small_host_does_not_store_a_whole_prompt_twice():
     """Chunks that are preempted are stored at once, and take their place before the front comes to them."""
-    options = {"host_blocks": 4, "max_tokens": GRID, "ahead_blocks": 2, "cache": whole_prompts}
-    device, cache = lazy_on_a_queue(30, "abcd", **options)
-    holding = device.take([], 0, 4)
-    device.let_go(device.take([], 0, 22))
-    rests(cache)
-    assert cache.pool.find(b"abcd") is not None
-    device.publish(holding, chain("wxyz"), 4)
-    cache.admit(Request("r", chain("wxyz"), 100), 0)
-    cache.computed("r", 4 * GRID)
-    cache.preempted("r")
-    device.let_go(holding)
-    rests(cache)
-    assert cache.pool.find(b"wxyz") is not None and cache.pool.find(b"a") is None
-    stored = cache.statistics().chunks_stored
-    device.take([], 0, 2)
-    rests(cache)
-    assert cache.statistics().chunks_stored == stored == 8
+    options = {"host": 4, "max_tokens": GRID, "ahead_blocks": 2, "cache": whole_prompts}
+    engine = Queue(30, "abcd", **options)
+    holding = engine.device.take([], 0, 4)
+    engine.device.let_go(engine.device.take([], 0, 22))
+    engine.rests()
+    assert engine.cache.pool.find(b"abcd") is not None
+    engine.device.publish(holding, chain("wxyz"), 4)
+    engine.cache.admit(Request("r", chain("wxyz"), 100), 0)
+    engine.cache.computed("r", 4 * GRID)
+    engine.cache.preempted("r")
+    engine.device.let_go(holding)
+    engine.rests()
+    assert engine.cache.pool.find(b"wxyz") is not None and engine.cache.pool.find(b"a") is None
+    stored = engine.cache.statistics().chunks_stored
+    engine.device.take([], 0, 2)
+    engine.rests()
+    assert engine.cache.statistics().chunks_stored == stored == 8
 
 
 def test_a_chunk_that_a_small_host_evicted_is_stored_again_after_it_was_recomputed():
     """It has left the device meanwhile, and that was not noticed yet."""
-    options = {"host_blocks": 2, "max_tokens": GRID, "ahead_blocks": 2, "cache": whole_prompts}
-    device, cache = lazy_on_a_queue(4, "ab", "c", "d", **options)
-    rests(cache)
+    options = {"host": 2, "max_tokens": GRID, "ahead_blocks": 2, "cache": whole_prompts}
+    engine = Queue(4, "ab", "c", "d", **options)
+    engine.rests()
     for prompt in ("e", "f"):
-        runs_and_ends(device, cache, prompt)
-        rests(cache)
-    assert cache.pool.find(b"a") is None
-    runs_and_ends(device, cache, "ab")
-    device.take([], 0, 2)
-    rests(cache)
-    assert cache.pool.find(b"ab") is not None
+        engine.runs(prompt)
+        engine.rests()
+    assert engine.cache.pool.find(b"a") is None
+    engine.runs("ab")
+    engine.device.take([], 0, 2)
+    engine.rests()
+    assert engine.cache.pool.find(b"ab") is not None
 
 
 def test_descendants_of_evicted_chunks_are_walked_once():
     prompts = ("a" + "x" * 9, "c" * 10, "a" + "y" * 40)
-    options = {"host_blocks": 10, "max_tokens": 160 * GRID, "ahead_blocks": 61, "cache": whole_prompts}
-    device, cache = lazy_on_a_queue(110, *prompts, **options)
-    device.let_go(device.take([], 0, 50))
-    assert rests(cache) < 8 * 60
+    options = {"host": 10, "max_tokens": 160 * GRID, "ahead_blocks": 61, "cache": whole_prompts}
+    engine = Queue(110, *prompts, **options)
+    engine.device.let_go(engine.device.take([], 0, 50))
+    assert engine.rests() < 8 * 60
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
