@@ -35,15 +35,15 @@ def allocating(blocks):
 
 
 class HostEngine:
-    """`options` are those of the HostCache, whose device is a SmallEngine."""
+    """`options` are those of the HostCache, whose device is a SmallEngine. `kv` is [2, layers, blocks, GRID, width]."""
 
-    def __init__(self, device_blocks=8, weights=0, **options):
+    def __init__(self, device_blocks=8, weights=0, kv=None, codec="none", **options):
         self.blocks = SmallEngine(device_blocks)
         self.weights = weights
-        self.kv = torch.full((2, 2, device_blocks, GRID, 3), POISON, dtype=torch.int16)
+        self.kv = torch.full((2, 2, device_blocks, GRID, 3), POISON, dtype=torch.int16) if kv is None else kv
         self.host = HostCache(
             self.blocks,
-            [Prefix(keys_and_values(self.kv, block_dim=2), block_tokens=GRID)],
+            [Prefix(keys_and_values(self.kv, block_dim=2), block_tokens=GRID, codec=codec)],
             max_model_len=1_000,
             **{"offload": "eager", "strict": True, **options},
         )
@@ -52,6 +52,9 @@ class HostEngine:
         self.tables = {}
         self.computed = {}
         self.requests = {}
+
+    def contents(self, key):
+        return contents(key, weights=self.weights)
 
     def starts(self, id, prompt, n0=None, table=None):
         """With the chunks the device has, and new ones for the rest. `table` makes of the blocks what is
@@ -78,7 +81,7 @@ class HostEngine:
         self.host.begin_step()
         for id in ids:
             for key, block in list(zip(self.keys[id], self.tables[id], strict=True))[self.computed[id] // GRID :]:
-                self.kv[:, :, block] = contents(key, weights=self.weights)
+                self.kv[:, :, block] = self.contents(key)
             self.has(id, len(self.keys[id]) * GRID)
         return self.resumes(self.host.end_step({id: self.computed[id] for id in ids}))
 
@@ -123,13 +126,15 @@ class HostEngine:
         """The device evicts all that waits."""
         for block in self.blocks.free_blocks:
             self.blocks.forget(block)
+            self.kv[:, :, block] = POISON
 
     def right(self, id):
         """Whether its block holds it, of each chunk of the request."""
         return list(map(self.is_right, self.tables[id], self.keys[id]))
 
     def is_right(self, block, key):
-        return torch.equal(self.kv[:, :, block], contents(key, weights=self.weights))
+        """All bits are those of its key."""
+        return torch.equal(self.kv[:, :, block].view(torch.int16), self.contents(key).view(torch.int16))
 
     def is_at_rest(self):
         self.host.cache.check_valid()
