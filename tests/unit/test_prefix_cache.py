@@ -9,7 +9,6 @@ from cpu_prefix_cache.deciding import (
     Direction,
     HybridChunkPlanner,
     PooledDevice,
-    RankReport,
     Request,
     Resolved,
 )
@@ -293,8 +292,7 @@ def test_a_late_load_is_over_for_everybody_but_its_blocks():
     id = engine.starts("r", "abc")
     slots = list(engine.slots["r"])
     engine.steps()
-    late = RankReport(0, late=frozenset([id]))
-    assert engine.cache.report(late) == [] == engine.cache.report(late)
+    assert engine.reports(late=[id]) == [] == engine.reports(late=[id])
     assert engine.asks("abc") == Miss() and engine.host - {"abc", "ab", "a"} == {"x"}
     engine.preempts("r")
     assert all(engine.gpu.is_pinned(slot) for slot in slots)
@@ -306,7 +304,7 @@ def test_a_late_load_that_ends_well_is_late_all_the_same():
     engine = on_host_only("abc")
     id = engine.starts("r", "abc")
     engine.steps()
-    assert engine.cache.report(RankReport(0, late=frozenset([id]))) == []
+    assert engine.reports(late=[id]) == []
     assert engine.reports(done=[id]) == [Resolved(id, Direction.LOAD, "r", False)]
     assert engine.asks("abc") == Miss()
 
@@ -318,7 +316,7 @@ def test_nobody_waits_beyond_its_deadline_for_a_load_whose_source_was_withdrawn(
     engine.cache.admit(Request("two", chain("abc"), 3 * GRID + 1), GRID, 3 * GRID)
     engine.cache.load("two", 3 * GRID, [engine.gpu.allocate(2)], engine.now)
     engine.steps()
-    engine.cache.report(RankReport(0, late=frozenset([above])))
+    engine.reports(late=[above])
     answer = engine.asks("abcd", n0=GRID)
     assert isinstance(answer, Pending) and not engine.host
     engine.now = answer.deadline
@@ -375,7 +373,7 @@ def test_short_hits_are_misses_where_a_least_length_is_configured():
 def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
     engine = on_host_only("abc", min_load_tokens=None, ranks=1)
     assert engine.cache.min_load_tokens == 0
-    engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
+    engine.reports(load_bytes_per_second=1e9)
     assert engine.cache.min_load_tokens == 0  # nobody knows how fast it computes
     engine.cache.prefilled(100, 1.0)  # a step of few tokens measures nothing
     engine.cache.prefilled(10_000, 0.0)  # nor does a clock that stood still
@@ -389,7 +387,7 @@ def test_from_where_on_a_load_is_worth_it_follows_from_two_rates():
 def test_a_step_that_was_timed_wrongly_turns_no_hit_into_a_miss(caplog):
     """One of them seemed to compute everything sooner than any link, for ever, without a message."""
     engine = on_host_only("abc", min_load_tokens=None, ranks=1)
-    engine.cache.report(RankReport(0, load_bytes_per_second=1e9))
+    engine.reports(load_bytes_per_second=1e9)
     for tokens in (1_000_000_000, 10_000, 10_000):
         engine.cache.prefilled(tokens, 1.0)
     assert engine.cache.min_load_tokens == least_tokens(25, 1e9, 10_000) and not caplog.records
@@ -409,7 +407,7 @@ def test_others_wait_for_a_load_as_long_as_the_slowest_rank_takes():
     engine.starts("first", "abc", load=True)
     usual = engine.asks("abc").deadline
     slow = on_host_only("abc", ranks=1)
-    slow.cache.report(RankReport(0, load_bytes_per_second=100.0))
+    slow.reports(load_bytes_per_second=100.0)
     slow.starts("first", "abc", load=True)
     assert slow.asks("abc").deadline == pytest.approx(usual + 2 * 3 * 100 / 100.0)
 
@@ -418,7 +416,7 @@ def test_others_wait_for_a_load_behind_those_that_share_the_link_with_it():
     engine = on_host_only("abc", ranks=1)
     engine.serves("wx")
     engine.device_forgets()
-    engine.cache.report(RankReport(0, load_bytes_per_second=100.0))
+    engine.reports(load_bytes_per_second=100.0)
     engine.starts("first", "abc", load=True)
     alone = engine.asks("abc").deadline
     engine.starts("second", "wx", load=True)
@@ -429,9 +427,9 @@ def test_the_slowest_link_of_all_ranks_decides_whether_a_load_is_worth_it():
     engine = on_host_only("abc", min_load_tokens=None, ranks=2)
     for _ in range(2):
         engine.cache.prefilled(10_000, 1.0)
-    engine.cache.report(RankReport(0, load_bytes_per_second=2e9))
+    engine.reports(load_bytes_per_second=2e9)
     assert engine.cache.min_load_tokens == 0  # nobody knows of the other
-    engine.cache.report(RankReport(1, load_bytes_per_second=5e5))
+    engine.reports(load_bytes_per_second=5e5, rank=1)
     assert engine.cache.min_load_tokens == least_tokens(25, 5e5, 10_000) > least_tokens(25, 2e9, 10_000)
 
 
@@ -649,7 +647,7 @@ def test_a_load_without_a_source_that_is_late_too_withdraws_nothing_else():
     engine.cache.pool.withdraw(engine.cache.pool.find(b"abc"))
     load = engine.cache.load("r", 3 * GRID, [engine.gpu.allocate(3)], 0.0)
     assert engine.steps().transfers[0].failed
-    engine.cache.report(RankReport(0, late=frozenset({load})))
+    engine.reports(late={load})
     engine.reports(failed=[load])
     assert engine.host == {"a", "ab"}
 
@@ -900,13 +898,13 @@ def test_the_host_is_used_as_far_as_every_rank_has_prepared_it():
     engine = Engine("eager", host=8, ranks=2, ready_blocks=0)
     engine.serves("ab")
     assert engine.host == set()
-    engine.cache.report(RankReport(0, ready_blocks=8))
+    engine.reports(ready_blocks=8)
     assert engine.cache.statistics().pool.ready == 0
-    engine.cache.report(RankReport(1, ready_blocks=1))
+    engine.reports(ready_blocks=1, rank=1)
     assert engine.cache.statistics().pool.ready == 1
     engine.serves("ab")
     assert engine.host == {"a"}
-    engine.cache.report(RankReport(1, ready_blocks=99))
+    engine.reports(ready_blocks=99, rank=1)
     assert engine.cache.statistics().pool.ready == 8
 
 
@@ -918,9 +916,9 @@ def test_chunks_left_behind_by_a_request_are_stored_as_the_host_becomes_ready(en
     engine.computes("r")
     getattr(engine, ending)("r")
     assert engine.copies() == ["a"] and engine.copies() == []
-    engine.cache.report(RankReport(0, ready_blocks=2))
+    engine.reports(ready_blocks=2)
     assert engine.copies() == [], "two are missing"
-    engine.cache.report(RankReport(0, ready_blocks=3))
+    engine.reports(ready_blocks=3)
     assert engine.cache.has_transfers, "the engine may have nothing else to step for"
     assert engine.copies() == ["abc"] and engine.copies() == []
     assert engine.is_at_rest()
@@ -932,10 +930,10 @@ def test_nothing_is_evicted_for_what_is_tried_again_before_the_host_is_whole():
     engine.serves("xyz")
     assert engine.host == {"x", "xy"}, "of each there was room for two"
     for ready, host in ((4, {"x", "xy"}), (5, {"x", "xy", "a", "ab", "abc"})):
-        engine.cache.report(RankReport(0, ready_blocks=ready))
+        engine.reports(ready_blocks=ready)
         engine.copies()
         assert engine.host == host
-    engine.cache.report(RankReport(0, ready_blocks=9))
+    engine.reports(ready_blocks=9)
     engine.copies()
     assert engine.host == {"x", "xy", "xyz", "a", "ab", "abc"}
 
@@ -958,7 +956,7 @@ def test_evicted_or_reset_chunks_are_not_stored_as_the_host_becomes_ready():
         engine = Engine("eager", host=8, ready_blocks=0)
         engine.serves("abc")
         engine.device_forgets() if forgets == "device_forgets" else engine.cache.reset()
-        engine.cache.report(RankReport(0, ready_blocks=8))
+        engine.reports(ready_blocks=8)
         assert engine.copies() == [] and engine.host == set()
 
 
@@ -967,7 +965,7 @@ def test_lazy_looks_again_as_the_host_becomes_ready():
     engine.serves("abcd")
     engine.serves("xy")  # from here on "abcd" leaves next
     assert engine.copies() == []
-    engine.cache.report(RankReport(0, ready_blocks=8))
+    engine.reports(ready_blocks=8)
     assert engine.copies() == ["abcd"] and engine.copies() == []
 
 
@@ -977,7 +975,7 @@ def test_lazy_too_stores_what_was_preempted_as_the_host_becomes_ready():
     engine.computes("r")
     engine.preempts("r")  # and two empty blocks leave before its own
     assert engine.copies() == []
-    engine.cache.report(RankReport(0, ready_blocks=8))
+    engine.reports(ready_blocks=8)
     assert engine.copies() == ["abcd"] and engine.copies() == []
 
 
@@ -1035,6 +1033,6 @@ def test_a_retry_leaves_what_is_due_of_the_same_request_admitted_again(mode: str
     engine.copies()
     engine.starts("r", "abcdef")
     engine.computes("r")
-    engine.cache.report(RankReport(0, ready_blocks=8))
+    engine.reports(ready_blocks=8)
     due = engine.cache.edge.offload._due
     assert "r" in due, "the retry of the request that was preempted took the store of the one that runs"

@@ -1,6 +1,5 @@
 """The meaning of each count, from 0, and where it is a level, back to 0."""
 
-from cpu_prefix_cache.deciding import RankReport
 from cpu_prefix_cache.testing.engine import GRID, Engine
 
 
@@ -71,7 +70,7 @@ def test_a_load_that_is_too_late_has_failed_once():
     load = engine.starts("r", "ab")
     engine.steps()
     for _ in range(2):
-        engine.cache.report(RankReport(0, late=frozenset({load})))
+        engine.reports(late={load})
     engine.reports(done=[load])
     assert engine.cache.statistics().loads_failed == 1
 

@@ -4,22 +4,20 @@ import pytest
 
 from cpu_prefix_cache import Pending
 from cpu_prefix_cache.deciding import (
-    CPUPrefixCache,
-    EngineSteps,
     HybridChunkPlanner,
     PooledDevice,
     PrefixGroup,
-    RankReport,
     Request,
 )
 from cpu_prefix_cache.testing import Engine
-from cpu_prefix_cache.testing.engine import cache_options, chain
+from cpu_prefix_cache.testing.engine import chain
 from property_tests.models.engines import QueueSlots
 from tests.unit.test_checkpoints import FULL, STATE
 from tests.unit.test_checkpoints import GRID as GRID_OF_CHECKPOINTS
 from tests.unit.test_checkpoints import Engine as Checkpointing
 
 GRID = 16
+PLANNER = HybridChunkPlanner([PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)], max_model_len=100_000)
 
 
 def letters(number, chunks):
@@ -33,9 +31,7 @@ class Fleet(Engine):
     checks = False
 
     def __init__(self, requests, mode, device_chunks, host_chunks):
-        attention = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
-        planner = HybridChunkPlanner([attention], max_model_len=100_000)
-        super().__init__(mode, QueueSlots(device_chunks), host_chunks, planner=planner, max_tokens=64 * GRID)
+        super().__init__(mode, QueueSlots(device_chunks), host_chunks, planner=PLANNER, max_tokens=64 * GRID)
         self.reported = 0
         for number in range(requests):
             self.starts(str(number), letters(number, 8), extra=number % GRID - 7 * GRID)
@@ -123,33 +119,23 @@ def test_a_step_in_which_nothing_happens_reads_no_order(in_use):
 
 def test_a_step_that_can_store_nothing_costs_nothing():
     """Whether its stores are on their way and do not land, or the host is full of pins."""
-    attention = PrefixGroup(name="attention", block_tokens=GRID, block_bytes=100)
-    for host_blocks, lands in ((1_000, False), (10, True)):
-        device = QueueSlots(600)
-        planner = HybridChunkPlanner([attention], max_model_len=100_000)
-        cache = CPUPrefixCache(
-            planner, device, host_blocks=host_blocks, **cache_options(steps=EngineSteps(max_tokens=200 * GRID))
-        )
+    for host, lands in ((1_000, False), (10, True)):
+        engine = Engine("lazy", QueueSlots(600), host, planner=PLANNER, max_tokens=200 * GRID)
         for number in range(20):
-            keys = [f"{number}-{at}".encode() for at in range(30)]
-            holding = device.take(keys, 0, 30)
-            device.publish(holding, keys, 30)
-            cache.admit(Request(str(number), keys, 30 * GRID), 0)
-            cache.finished(str(number), 30 * GRID)
-            device.let_go(holding)
+            engine.starts(str(number), letters(number, 30), load=False)
+            engine.fills(str(number))
+            engine.ends(str(number))
             if not number:
-                plan = cache.step()
-                cache.report(RankReport(0, frozenset(each.id for each in plan.transfers)))
-                leases = [cache.reserve(Request("lease", keys, 1), at * GRID) for at in range(1, 31)]
+                engine.copies()
+                leases = [engine.reserves(letters(0, at)) for at in range(1, 31)]
         for _ in range(30):  # until the sweep of what is remembered has caught up
-            plan = cache.step()
-            if lands:
-                cache.report(RankReport(0, frozenset(each.id for each in plan.transfers)))
-        before = cache.statistics().work, device.calls
+            transfers = engine.steps().transfers
+            engine.reports(transfers if lands else ())
+        before = engine.cache.statistics().work, engine.device.calls
         for _ in range(20):
-            cache.step()
-        assert cache.statistics().work == before[0]
-        assert device.calls <= before[1] + 3 * 20
+            engine.cache.step()
+        assert engine.cache.statistics().work == before[0]
+        assert engine.device.calls <= before[1] + 3 * 20
         del leases
 
 
@@ -185,7 +171,7 @@ def test_each_step_looks_at_its_portion_of_what_is_remembered_however_many_ranks
         for _ in range(30):
             engine.cache.step()
             for rank in range(ranks):
-                engine.cache.report(RankReport(rank))
+                engine.reports(rank=rank)
             after.append(engine.cache.statistics().remembered)
         return after
 

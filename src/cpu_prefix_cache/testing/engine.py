@@ -218,11 +218,16 @@ class Engine:
         done: Transfers = (),
         failed: Transfers = (),
         rank: int = 0,
+        late: Transfers = (),
         unfit: tuple[tuple[int, tuple[int, ...]], ...] = (),
+        **measured: Any,
     ) -> list[Resolved]:
-        """A rank reports these transfers, and in stores that are `unfit` the first host blocks of what did not fit."""
+        """Report transfers of a rank. In stores that are `unfit` the first host blocks of what did not fit.
+
+        `measured` are the other fields of a RankReport.
+        """
         ended, lost = _ids(done), _ids(failed)
-        resolved = self.cache.report(RankReport(rank, ended, lost, unfit=unfit))
+        resolved = self.cache.report(RankReport(rank, ended, lost, late=_ids(late), unfit=unfit, **measured))
         self.check_rules()
         self.memory.end(rank, ended, lost, torn=[block for _, blocks in unfit for block in blocks])
         for each in resolved:
