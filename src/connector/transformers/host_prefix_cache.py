@@ -29,7 +29,7 @@ from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.inputs import InputReader, Row, in_rows, token_ids
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
-from connector.transformers.steps import copy_all, take_in
+from connector.transformers.steps import WaitingDevice, copy_all, take_in
 from connector.transformers.tried import check_positions, try_batch, try_images
 from connector.transformers.versions import warn_if_untested
 from cpu_prefix_cache import (
@@ -48,7 +48,6 @@ from cpu_prefix_cache.deciding import (
     HybridChunkPlanner,
     KVCacheCoordinator,
     Placement,
-    PooledDevice,
     PoolExhausted,
     check_whole,
     new_pool,
@@ -143,7 +142,7 @@ class HostPrefixCache:
         tier = None if below is None else named(below, model)
         self._revisions = Revisions(model, tier)
         self._host = HostCache(
-            PooledDevice(self._pool, hands_out_first=True),
+            WaitingDevice(self._pool, hands_out_first=True),
             self._kv.layout(self.planner.groups),
             host_bytes=host,
             max_model_len=self.max_model_len,

@@ -1,10 +1,22 @@
 """Steps of a host cache for an engine that waits for its copies."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 from cpu_prefix_cache import HostCache
+from cpu_prefix_cache.deciding import PooledDevice
 
 OPENING = "opening"  # state of a tier
+
+
+class WaitingDevice(PooledDevice):
+    """Device pool whose blocks nobody is given between the plan of a copy and its end, so that nothing holds them."""
+
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Any:
+        """Nothing: a pin of each block took a tenth of what a hit takes beside its copies."""
+
+    def release(self, hold: Any) -> None:
+        """Nothing."""
 
 
 def copy_all(host: HostCache) -> list[tuple[Hashable, int]]:
