@@ -131,14 +131,14 @@ class _Probe:
         self._compute(others, 0, DynamicCache(config=self._model.config))
 
     def _fresh(self) -> Past:
-        return Past(self._model.config, self._past, BLOCK_TOKENS)
+        return Past(self._past, BLOCK_TOKENS)
 
     def _with_nan(self) -> Iterator[Mapping[Kept, torch.Tensor]]:
         """The rows with NaN in the states of one name, for each name that there is."""
         states = self._past.states
         for name in dict.fromkeys(part.name for part in states.parts):
             page = self._rows[states].clone()
-            for part, span in states.spans(BLOCK_TOKENS):
-                if part.name == name:
+            for parts, span in states.spans(BLOCK_TOKENS):
+                if parts[0].name == name:
                     page[:, span] = NAN
             yield {**self._rows, states: page}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from connector.transformers.past import Kept, ModelPast, PastPart, states_of
@@ -45,18 +45,17 @@ class Past(DynamicCache):
     given beside it. It is the argument of one `generate` or of several calls of the model that go on with each other.
     """
 
-    def __init__(self, config: PretrainedConfig, past: ModelPast, block_tokens: int) -> None:
-        super().__init__(config=config)
+    def __init__(self, past: ModelPast, block_tokens: int) -> None:
+        super().__init__()
         self.hit_tokens = self.device_hit_tokens = 0
-        self._config, self.kept, self._block_tokens, self._rows = config, past, block_tokens, 1
+        self.kept, self._block_tokens, self._rows = past, block_tokens, 1
         self._begun = 0  # columns when it was handed out
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
         self._goes_on: Callable[[int], object] | None = None  # called once, before the first tokens behind it
         self._count = None if past.has_attention else TokenCount()
-        self._keep_whole_blocks()
-        self.layers += [] if self._count is None else [self._count]
+        self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
         """A past of its own, of the same prompts of the same cache."""
@@ -99,8 +98,7 @@ class Past(DynamicCache):
         """
         if 0 < self._begun == self.get_seq_length():
             logger.warning("the prompt is computed anew: transformers gives its drafts no past")
-            self.layers = DynamicCache(config=self._config).layers
-            self._keep_whole_blocks()
+            self._empty()
         super().activate_past_recording()
 
     def update(
@@ -151,17 +149,18 @@ class Past(DynamicCache):
         known, memories = len(rows) * self._block_tokens, dict[int, list[torch.Tensor]]()
         if not kept.is_state and length - known > kept.first_needed(length, self._block_tokens):
             raise MisuseError(f"at {length} more tokens are needed than the last {known}")
-        for part, values in kept.views(rows, self._block_tokens):
-            if part.is_state:
-                _set_state(self.layers[part.layer], part, values[0])
+        for parts, values in kept.views(rows, self._block_tokens):
+            if kept.is_state:
+                for part, state in zip(parts, values[0], strict=True):
+                    _set_state(self.layers[part.layer], part, state)
                 continue
-            _, heads, _, width = values.shape
-            held = _most(self.layers[part.layer], length)
-            memory = values.new_empty(1, heads, held + room * (kept.local is None), width)
-            if held > known:  # out of sight
-                memory[:, :, : held - known] = 0
-            _in_blocks(memory[0, :, held - known : held], self._block_tokens).copy_(values)
-            memories.setdefault(part.layer, []).append(memory)
+            _, count, heads, _, width = values.shape
+            held = _most(self.layers[parts[0].layer], length)
+            memory = values.new_empty(count, 1, heads, held + room * (kept.local is None), width)
+            memory[..., : held - known, :] = 0  # out of sight
+            _in_blocks(memory[:, 0, :, held - known : held], self._block_tokens).copy_(values)
+            for part, each in zip(parts, memory, strict=True):
+                memories.setdefault(part.layer, []).append(each)
         for index, both in memories.items():
             self._begin(index, both, length)
         if self._count is not None:
@@ -177,11 +176,12 @@ class Past(DynamicCache):
     def take(self, kept: Kept, rows: torch.Tensor, first: int, prompt: int = 0) -> None:
         """Fill these rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
         end = first + len(rows) * self._block_tokens
-        for part, values in kept.views(rows, self._block_tokens):
-            held = self._state(part) if part.is_state else self._tokens(part, first, end, prompt)
-            if (held.dtype, held.shape) != (values.dtype, values.shape):
-                raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
-            values.copy_(held)
+        for parts, values in kept.views(rows, self._block_tokens):
+            for part, place in zip(parts, values.unbind(1), strict=True):
+                held = self._state(part) if kept.is_state else self._tokens(part, first, end, prompt)
+                if (held.dtype, held.shape) != (place.dtype, place.shape):
+                    raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
+                place.copy_(held)
 
     def _tokens(self, part: PastPart, first: int, end: int, prompt: int) -> torch.Tensor:
         """The tokens [first, end) of a prompt, as [blocks, heads, block_tokens, width]."""
@@ -230,13 +230,18 @@ class Past(DynamicCache):
             goes_on, self._goes_on = self._goes_on, None
             goes_on(tokens)
 
-    def _keep_whole_blocks(self) -> None:
+    def _empty(self) -> None:
         """transformers keeps of a window what the next token sees. So the first block of a checkpoint would be some
         tokens short, and wrong for another checkpoint that shares it. Masks go by the model's window, not by this.
         """
-        for index, layer in enumerate(self.kept.layers):
-            if layer.local is not None:
-                self.layers[index] = DynamicSlidingWindowLayer(layer.local.window_tokens + self._block_tokens - 1)
+        self.layer_class_to_replicate = None  # the model has no other layers
+        self.layers: list[Any] = [
+            layer.make(sliding_window=layer.local.window_tokens + self._block_tokens - 1)
+            if layer.local
+            else layer.make()
+            for layer in self.kept.layers
+        ]
+        self.layers += [] if self._count is None else [self._count]
 
 
 def before_forward(
@@ -285,8 +290,8 @@ def _most(layer: object, length: int) -> int:
 
 
 def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """A view of [heads, tokens, width] as blocks have it: [blocks, heads, block_tokens, width]."""
-    return states.unflatten(1, (states.shape[1] // block_tokens, block_tokens)).transpose(0, 1)
+    """A view of [..., tokens, width] as blocks have it: [blocks, ..., block_tokens, width]."""
+    return states.unflatten(-2, (states.shape[-2] // block_tokens, block_tokens)).movedim(-3, 0)
 
 
 def _aligned(rows: Sequence[object], columns: int, room: int = 0) -> list[torch.Tensor]:

@@ -359,7 +359,7 @@ class HostPrefixCache:
         return past
 
     def _empty(self) -> Past:
-        return Past(self.model.config, self._past, self.planner.grid_tokens)
+        return Past(self._past, self.planner.grid_tokens)
 
     def _room(self, prompt: _Prompt, columns: int) -> int:
         """Tokens that may come behind so many columns: the rest of the prompt, and some of an answer."""

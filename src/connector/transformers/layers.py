@@ -10,7 +10,9 @@ Any other kind (static, quantized, compressed, indexed, ...) raises Configuratio
 it as one of these would silently give wrong results.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel, cache_utils
@@ -35,12 +37,14 @@ Local = WindowGroup | ChunkLocalGroup
 class LayerPast:
     """The state of one layer: nothing, if all are at their defaults.
 
-    `states` is its number of (convolution, recurrent) pairs of states, or of those it has room for.
+    `states` is its number of (convolution, recurrent) pairs of states, or of those it has room for. `make` makes an
+    empty one, with other options where some are given.
     """
 
     full: bool = False
     local: Local | None = None
     states: int = 0
+    make: Callable[..., Any] = field(default=NothingLayer, compare=False)
 
 
 def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
@@ -61,10 +65,10 @@ def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
         raise ConfigurationError(
             f"{name} has layers of the kind {error}, which transformers keeps no past for"
         ) from error
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    made_of = zip(layers, *get_layer_types_and_kwargs(model.config.get_text_config(decoder=True)), strict=False)
     return tuple(
-        _classify_layer(f"layer {index} of {name}", *each)
-        for index, each in enumerate(zip(layers, kinds, strict=False))
+        replace(_classify_layer(f"layer {index} of {name}", layer, kind), make=partial(type(layer), **options))
+        for index, (layer, kind, options) in enumerate(made_of)
     )
 
 

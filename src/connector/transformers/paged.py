@@ -36,8 +36,9 @@ class PagedKV:
     def layout(self, groups: Sequence[Group]) -> list[KVGroup]:
         """Every group with its parts: of full attention K and V of each layer; of the others rows of plain bytes."""
         full = [
-            blocks_first(part.layer, Role.KEY if part.name == "keys" else Role.VALUE, blocks)
-            for part, blocks in self._past.full.views(self.region, self._block_tokens)
+            blocks_first(part.layer, Role.KEY if part.name == "keys" else Role.VALUE, blocks[:, at])
+            for parts, blocks in self._past.full.views(self.region, self._block_tokens)
+            for at, part in enumerate(parts)
         ]
         rows = [blocks_first(0, Role.STATE, self.region)]
         return [KVGroup(group, full if group.is_prefix else rows) for group in groups]

@@ -11,6 +11,7 @@ then V, then its states, convolution before recurrent.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 import torch
@@ -66,20 +67,23 @@ class Kept:
         """The bytes of a block of so many tokens, or of all states."""
         return max((span.stop for _, span in self.spans(tokens)), default=0)
 
-    def spans(self, tokens: int) -> Iterator[tuple[PastPart, slice]]:
-        """Each part, and its bytes in a row. A state begins where its type can be read."""
+    def spans(self, tokens: int) -> Iterator[tuple[Sequence[PastPart], slice]]:
+        """Neighbours that are alike, and their bytes in a row. A state begins where its type can be read."""
         end = 0
-        for part in self.parts:
-            begin = -(-end // part.dtype.itemsize) * part.dtype.itemsize
-            end = begin + part.num_bytes * (1 if part.is_state else tokens)
-            yield part, slice(begin, end)
+        for (*_, dtype), alike in groupby(
+            self.parts, lambda part: (part.is_state and part.name, part.shape, part.dtype)
+        ):
+            parts = list(alike)
+            begin = -(-end // dtype.itemsize) * dtype.itemsize
+            end = begin + sum(part.num_bytes for part in parts) * (1 if self.is_state else tokens)
+            yield parts, slice(begin, end)
 
-    def views(self, rows: torch.Tensor, tokens: int) -> Iterator[tuple[PastPart, torch.Tensor]]:
-        """Each part in rows of bytes: [rows, heads, tokens, width], or [rows, *shape] of a state."""
-        for part, span in self.spans(tokens):
-            heads, *width = part.shape
-            shape = part.shape if part.is_state else (heads, tokens, *width)
-            yield part, rows[:, span].view(part.dtype).unflatten(1, shape)
+    def views(self, rows: torch.Tensor, tokens: int) -> Iterator[tuple[Sequence[PastPart], torch.Tensor]]:
+        """The same in rows of bytes: [rows, parts, heads, tokens, width], or [rows, parts, *shape] of states."""
+        for parts, span in self.spans(tokens):
+            heads, *width = shape = parts[0].shape
+            each = shape if self.is_state else (heads, tokens, *width)
+            yield parts, rows[:, span].view(parts[0].dtype).unflatten(1, (len(parts), *each))
 
     def first_needed(self, length: int, block_tokens: int) -> int:
         """The first token of the blocks that hold all that the token at `length`, or a later one, can see."""
