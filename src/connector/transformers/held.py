@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from connector.transformers.past import Kept, ModelPast, PastPart, states_of
 from cpu_prefix_cache import MisuseError
@@ -87,7 +87,7 @@ class Past(DynamicCache):
                 held = _most(first.layers[index], columns)
                 first._begin(index, _aligned(rows, held, room * layer.full), columns)
             if layer.states:
-                _join_states(rows, linear(first.layers[index]))
+                _join_states(rows, first.layers[index])
         if first._count is not None:
             first._count.tokens = columns
         return first
@@ -152,7 +152,9 @@ class Past(DynamicCache):
         for parts, values in kept.views(rows, self._block_tokens):
             if kept.is_state:
                 for part, state in zip(parts, values[0], strict=True):
-                    _set_state(self.layers[part.layer], part, state)
+                    layer = self.layers[part.layer]
+                    set_state = layer.update_conv_state if part.name == "conv" else layer.update_recurrent_state
+                    set_state(state, part.index)
                 continue
             _, count, heads, _, width = values.shape
             held = _most(self.layers[parts[0].layer], length)
@@ -185,8 +187,10 @@ class Past(DynamicCache):
 
     def _tokens(self, part: PastPart, first: int, end: int, prompt: int) -> torch.Tensor:
         """The tokens [first, end) of a prompt, as [blocks, heads, block_tokens, width]."""
-        layer = attention(self.layers[part.layer])
-        held = states_held(layer)[part.name == "values"]
+        layer = self.layers[part.layer]
+        held = layer.values if part.name == "values" else layer.keys
+        if held is None:
+            raise MisuseError("asked for the keys and values of a layer that nothing was computed of")
         begin = layer.get_seq_length() - held.shape[-2]
         if self._pads[prompt] + first < begin or self.length(prompt) < end:
             raise MisuseError(f"asked for the tokens [{first}, {end}), but [{begin}, {self.length(prompt)}) are held")
@@ -195,12 +199,12 @@ class Past(DynamicCache):
 
     def _state(self, part: PastPart) -> torch.Tensor:
         """A state of the first row."""
-        found = {(name, index): state for name, index, state in states_of(linear(self.layers[part.layer]))}
+        found = {(name, index): state for name, index, state in states_of(self.layers[part.layer])}
         return found.get((part.name, part.index), torch.empty(0))[None, :1]
 
     def _begin(self, index: int, memory: list[torch.Tensor], length: int) -> None:
         """An attention layer begins at `length` with K and V in `memory`, and appends the next there if it has room."""
-        layer: Any = attention(self.layers[index])
+        layer = self.layers[index]
         if not layer.is_initialized:
             layer.lazy_initialization(*memory)
         if layer.is_sliding:
@@ -213,7 +217,7 @@ class Past(DynamicCache):
         has chosen, repeated or dropped what is there.
         """
         held, memory = self._memory.pop(index, (None, []))
-        layer = attention(self.layers[index])
+        layer = self.layers[index]
         if held is None or layer.keys is not held:
             return None
         begin, end = held.shape[-2], held.shape[-2] + new[0].shape[-2]
@@ -222,7 +226,7 @@ class Past(DynamicCache):
         for states, each in zip(memory, new, strict=True):
             states[:, :, begin:end] = each
         self._begin(index, memory, end)
-        return states_held(layer)
+        return layer.keys, layer.values
 
     def begin_behind(self, tokens: int) -> None:
         """So many tokens come behind, perhaps the first."""
@@ -257,33 +261,6 @@ def before_forward(
         past.count(ids.shape[1])
 
 
-def attention(layer: object) -> CacheLayerMixin:
-    if not isinstance(layer, CacheLayerMixin):
-        raise MisuseError(f"a {type(layer).__name__} has no keys and values")
-    return layer
-
-
-def states_held(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of an attention layer, [rows, heads, tokens, width] each."""
-    keys, values = (each := attention(layer)).keys, each.values
-    if keys is None or values is None:
-        raise MisuseError("asked for the keys and values of a layer that nothing was computed of")
-    return keys, values
-
-
-def linear(layer: object) -> LinearAttentionLayer:
-    if not isinstance(layer, LinearAttentionLayer):
-        raise MisuseError(f"a {type(layer).__name__} has no states")
-    return layer
-
-
-def _set_state(layer: object, part: PastPart, state: torch.Tensor) -> None:
-    if part.name == "conv":
-        linear(layer).update_conv_state(state, part.index)
-    else:
-        linear(layer).update_recurrent_state(state, part.index)
-
-
 def _most(layer: object, length: int) -> int:
     """How many tokens a layer of attention holds of so many."""
     return min(length, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else length
@@ -294,12 +271,12 @@ def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
     return states.unflatten(-2, (states.shape[-2] // block_tokens, block_tokens)).movedim(-3, 0)
 
 
-def _aligned(rows: Sequence[object], columns: int, room: int = 0) -> list[torch.Tensor]:
+def _aligned(rows: Sequence[Any], columns: int, room: int = 0) -> list[torch.Tensor]:
     """K and V of layers of one row each, which may have no token: joined, with their ends in column `columns`, behind
     zeros, and room behind it.
     """
     joined: list[torch.Tensor] = []
-    for held in zip(*((attention(row).keys, attention(row).values) for row in rows), strict=True):
+    for held in zip(*((row.keys, row.values) for row in rows), strict=True):
         _, heads, _, width = (like := next(each for each in held if each is not None)).shape
         joined.append(like.new_zeros(len(rows), heads, columns + room, width))
         for out, each in zip(joined[-1], held, strict=True):
@@ -309,11 +286,11 @@ def _aligned(rows: Sequence[object], columns: int, room: int = 0) -> list[torch.
     return joined
 
 
-def _join_states(rows: Sequence[object], layer: LinearAttentionLayer, times: int = 1) -> None:
+def _join_states(rows: Sequence[Any], layer: LinearAttentionLayer, times: int = 1) -> None:
     """Begin `layer`, one of them, with the states of all rows; with zeros, as states begin, for one without tokens.
     Each of them so many times.
     """
-    found = [{(name, index): state for name, index, state in states_of(linear(row))} for row in rows]
+    found = [{(name, index): state for name, index, state in states_of(row)} for row in rows]
     for name, index, state in list(states_of(layer)):
         kept = layer.conv_states if name == "conv" else layer.recurrent_states
         joined = torch.cat([row.get((name, index), torch.zeros_like(state)) for row in found])

@@ -182,9 +182,9 @@ class HostPrefixCache:
         with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for more tokens than
         those behind the past, or others.
         """
-        ids = token_ids(input_ids, self.model.device)
+        ids = token_ids(input_ids, self._past.device)
         others = {name: value for name, value in others.items() if value is not None}
-        mask = None if attention_mask is None else in_rows(attention_mask, self.model.device)
+        mask = None if attention_mask is None else in_rows(attention_mask, self._past.device)
         rows = self._reader.rows(ids, mask, others)
         inputs = {"input_ids": ids, **({} if mask is None else {"attention_mask": mask}), **others}
         prompts: list[_Prompt] = []
@@ -293,13 +293,14 @@ class HostPrefixCache:
         """Compute up to the boundaries at which something is to be kept. A model that takes several tokens only from
         position 0 computes one by one behind them, up to the last.
         """
-        ends: Sequence[int] = (boundaries := self._boundaries(prompt, place.length))
-        if self._continuation is Continuation.TOKENS:
-            ends = range(place.length or max(boundaries, default=1), len(prompt.tokens))
-        elif len(prompt.tokens) - place.length <= PUT_OFF_TOKENS:
-            ends, prompt.put_off = (), boundaries
-        self._compute_to(past, prompt, place, ends, boundaries)
-        if ends:  # a step of its own: what is stored in time depends on how much one hands out
+        boundaries, is_slow = self._boundaries(prompt, place.length), self._continuation is Continuation.TOKENS
+        if len(prompt.tokens) - place.length <= PUT_OFF_TOKENS and not is_slow:
+            prompt.put_off = boundaries
+            return
+        self._compute_to(past, prompt, place, boundaries[-1:] if is_slow and not place.length else boundaries)
+        if is_slow:
+            self._compute(past, prompt, len(prompt.tokens) - 1)
+        if boundaries:  # a step of its own: what is stored in time depends on how much one hands out
             copy_all(self._host)
 
     def _give_up(self, prompt: _Prompt) -> None:
@@ -328,8 +329,8 @@ class HostPrefixCache:
 
     def _settle(self) -> None:
         """Blocks may be copied by another thread next, in another stream of the device."""
-        if self.model.device.type != "cpu":
-            torch.accelerator.synchronize(self.model.device)
+        if self._past.device.type != "cpu":
+            torch.accelerator.synchronize(self._past.device)
 
     def _load(self, prompt: _Prompt, place: Placement, next_use: float | None) -> None:
         """Load what the host has beyond the device's. Where that fails, it is computed later."""
@@ -374,21 +375,23 @@ class HostPrefixCache:
             kept.update(depth * self.planner.grid_tokens for depth in wanted)
         return sorted(each for each in kept if max(length, prompt.row.behind - 1) < each < len(prompt.tokens))
 
-    def _compute_to(
-        self, past: Past, prompt: _Prompt, place: Placement, ends: Sequence[int], boundaries: Sequence[int]
-    ) -> None:
-        """Compute the prompt up to each of these ends, and keep what is there at those that are boundaries."""
-        for end in ends:
+    def _compute_to(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
+        """Compute the prompt up to each of these boundaries, and keep what is there, with windows and states."""
+        for end in boundaries:
             self._compute(past, prompt, end)
-            if end in boundaries:
-                self._keep_checkpoint(past, prompt, place, end)
+            if self._keep(past, 0, place, end):
+                if self._checkpoints.are_needed(end):
+                    place.take_checkpoint(self._checkpoints, past, end)
+                self._report(prompt, end)
 
     def _compute(self, past: Past, prompt: _Prompt, end: int) -> None:
         """Compute the tokens of a prompt behind its past of one row, up to `end`."""
-        begin, images = past.get_seq_length(), prompt.row.images
-        if begin < end:
-            others = {} if images is None or images.end <= begin else images.up_to(end)
-            ids = torch.tensor([prompt.tokens[begin:end]], device=self.model.device)
+        images = prompt.row.images
+        while (begin := past.get_seq_length()) < end:
+            at_once = begin == 0 or self._continuation is Continuation.CHUNKS
+            until = end if at_once else begin + 1
+            others = {} if images is None or images.end <= begin else images.up_to(until)
+            ids = torch.tensor([prompt.tokens[begin:until]], device=self._past.device)
             self._forward(ids, begin, past, last=1, others=others)
 
     # What has been computed
@@ -406,13 +409,6 @@ class HostPrefixCache:
             self._kv.write(new, full.row_bytes(self.planner.grid_tokens), take)
         place.commit(end)
         return True
-
-    def _keep_checkpoint(self, past: Past, prompt: _Prompt, place: Placement, end: int) -> None:
-        """The same, of a past of one row that ends there, with its windows and states."""
-        if self._keep(past, 0, place, end):
-            if self._checkpoints.are_needed(end):
-                place.take_checkpoint(self._checkpoints, past, end)
-            self._report(prompt, end)
 
     def _report(self, prompt: _Prompt, tokens: int) -> None:
         prompt.computed = tokens
@@ -438,7 +434,7 @@ class HostPrefixCache:
         boundaries = [each for each in prompt.put_off if each <= full]
         if is_kept and boundaries:
             with Placement(self._pool, self._coordinator, prompt.keys, boundaries[0]) as place:
-                self._compute_to(self._filled(prompt, place), prompt, place, boundaries, boundaries)
+                self._compute_to(self._filled(prompt, place), prompt, place, boundaries)
         if is_kept:
             self._report(prompt, full)
 
