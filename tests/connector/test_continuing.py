@@ -120,12 +120,12 @@ def llama(layers, **options):
 def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
     kinds = ["full_attention", "sliding_attention", "chunked_attention", "sliding_attention"]
     past = ModelPast(llama(4, layer_types=kinds, sliding_window=48, attention_chunk_size=24))
-    assert [(type(each.local), each.local.window_tokens, each.num_bytes) for each in past.locals] == [
+    assert [(type(each.local), each.local.window_tokens, each.row_bytes(1)) for each in past.locals] == [
         (WindowGroup, 48, 512),
         (ChunkLocalGroup, 24, 256),
     ]
     assert [[part.layer for part in each.parts] for each in past.locals] == [[1, 1, 3, 3], [2, 2]]
-    assert past.full.num_bytes == 256
+    assert past.full.row_bytes(1) == 256
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_each_family_keeps_these_layers_in_these_bytes(family, layers, weight):
     past = ModelPast(tiny(family))
     names = ["f" * each.full + local(each) + "s" * bool(each.states) for each in past.layers]
     assert " ".join(names) == layers
-    assert (past.full.num_bytes, sum(each.num_bytes for each in past.locals), past.states.num_bytes) == weight
+    assert (past.full.row_bytes(1), sum(each.row_bytes(1) for each in past.locals), past.states.row_bytes(1)) == weight
 
 
 def local(layer):

@@ -127,9 +127,8 @@ class HostPrefixCache:
         host = num_bytes("host_bytes", host_bytes)
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
         self.planner = HybridChunkPlanner(groups_of(self._past, block_tokens), max_model_len=self.max_model_len)
-        if device is None:
-            device = _usual_device_bytes(self.planner, self.max_model_len, block_bytes(self._past, block_tokens), host)
-        blocks = device // block_bytes(self._past, block_tokens)
+        each = block_bytes(self._past, block_tokens)
+        blocks = _usual_blocks(self.planner, self.max_model_len, host // each) if device is None else device // each
         self._kv = PagedKV(self._past, blocks, block_tokens, model.device)
         self._pool = new_pool(self.planner, blocks, on_device=True)
         self._coordinator = KVCacheCoordinator(self.planner, self._pool, on_device=True)
@@ -453,10 +452,9 @@ def _computes_in(model: PreTrainedModel) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
-def _usual_device_bytes(planner: HybridChunkPlanner, max_model_len: int, block_bytes: int, host_bytes: int) -> int:
-    """Bytes of the blocks of the longest prompt, in bounds."""
+def _usual_blocks(planner: HybridChunkPlanner, max_model_len: int, host_blocks: int) -> int:
+    """Device blocks of the longest prompt, in bounds."""
     chunks = -(-max_model_len // planner.grid_tokens)
-    checkpoint = sum(planner.pieces[at.group].device_blocks for at in planner.checkpoint(chunks))
-    least = planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
-    longest_prompt = chunks * planner.device_blocks_per_chunk + CHECKPOINTS * checkpoint
-    return block_bytes * max(least, min(longest_prompt, host_bytes // SHARE_OF_HOST // block_bytes))
+    checkpoints = CHECKPOINTS * sum(planner.pieces[at.group].device_blocks for at in planner.checkpoint(chunks))
+    least, most = (each * planner.device_blocks_per_chunk + checkpoints for each in (1, chunks))
+    return max(least, min(most, host_blocks // SHARE_OF_HOST))

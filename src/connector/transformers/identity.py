@@ -6,7 +6,7 @@ checkpoint that has moved finds its own.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -47,13 +47,9 @@ def _parts(model: PreTrainedModel) -> Iterable[bytes]:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     digest = xxhash.xxh3_128()
-    for chunk in _chunks(tensor):
+    for chunk in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
         digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()))
 
 
 def named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:

@@ -58,11 +58,6 @@ class Kept:
     def is_state(self) -> bool:
         return any(part.is_state for part in self.parts)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of one token, or of all states."""
-        return self.row_bytes(1)
-
     def row_bytes(self, tokens: int) -> int:
         """The bytes of a block of so many tokens, or of all states."""
         return max((span.stop for _, span in self.spans(tokens)), default=0)
