@@ -54,7 +54,6 @@ class Past(DynamicCache):
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
         self._goes_on: Callable[[int], object] | None = None  # called once, before the first tokens behind it
-        self._count = None if past.has_attention else TokenCount()
         self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
@@ -235,9 +234,11 @@ class Past(DynamicCache):
             goes_on(tokens)
 
     def _empty(self) -> None:
-        """transformers keeps of a window what the next token sees. So the first block of a checkpoint would be some
-        tokens short, and wrong for another checkpoint that shares it. Masks go by the model's window, not by this.
+        """Begin without tokens. transformers keeps of a window what the next token sees. So the first block of a
+        checkpoint would be some tokens short, and wrong for another checkpoint that shares it. Masks go by the model's
+        window, not by this.
         """
+        self._count = None if self.kept.has_attention else TokenCount()
         self.layer_class_to_replicate = None  # the model has no other layers
         self.layers: list[Any] = [
             layer.make(sliding_window=layer.local.window_tokens + self._block_tokens - 1)
