@@ -1,7 +1,8 @@
 """The copying half, for the ranks of an engine of several processes, and for who puts something around a copier.
 
 A connector's worker imports it: the host region of a rank (`HostArena`, or one that ranks share), the layout of the
-engine's tensors as parts, `choose_copier`, `CopyWorker`, and the tier of the rank while it opens. It imports torch.
+engine's tensors as parts, `choose_copier`, `CopyWorker`, the tier of the rank while it opens, and the engine's part in
+the pool of a node (`JoinedPool`). It imports torch.
 """
 
 from cpu_prefix_cache.copier.base import Copier
@@ -23,6 +24,7 @@ from cpu_prefix_cache.memory.parts import (
 )
 from cpu_prefix_cache.memory.shared_file import OfferedFile, take_file
 from cpu_prefix_cache.model.planner import ALIGNMENT, PAGE_BYTES
+from cpu_prefix_cache.node.joined_pool import JoinedPool
 from cpu_prefix_cache.slab.opening import OpeningTier
 from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 
@@ -34,6 +36,7 @@ __all__ = [
     "EarlyEnds",
     "Event",
     "HostArena",
+    "JoinedPool",
     "OfferedFile",
     "OpeningTier",
     "PAGE_BYTES",

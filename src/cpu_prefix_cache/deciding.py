@@ -24,6 +24,7 @@ Hit(boundary=32, start=0)
 
 from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
+from cpu_prefix_cache.keeper.kept_cache import KeptCache, check_takes
 from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
@@ -82,6 +83,7 @@ __all__ = [
     "InternalError",
     "JobEnded",
     "KVCacheCoordinator",
+    "KeptCache",
     "KeyedTier",
     "Lease",
     "MIN_TIMED_TOKENS",
@@ -112,6 +114,7 @@ __all__ = [
     "TransferPlan",
     "USUAL_BYTES_PER_SECOND",
     "WindowGroup",
+    "check_takes",
     "check_whole",
     "checkpoint_key",
     "codec_of",

@@ -19,7 +19,9 @@ from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_to
 from cpu_prefix_cache.host_cache.decider import Decider
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import HostCacheTier, slots_below
+from cpu_prefix_cache.host_cache.node_pool import joined
 from cpu_prefix_cache.host_cache.options import check_options, check_pool_options
+from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
 from cpu_prefix_cache.messages.options import CacheOptions
@@ -89,7 +91,6 @@ class Halves:
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier
         from cpu_prefix_cache.copier.worker import CopyWorker
-        from cpu_prefix_cache.host_cache.node_pool import JoinedPool
         from cpu_prefix_cache.kv_layout import check_layout
         from cpu_prefix_cache.memory.arena import HostArena
 
@@ -130,9 +131,8 @@ class Halves:
         tensors = [each.tensors for each in groups]
         on = tensors[0][0].device
         is_cuda = on.type == "cuda"
-        self._joined: JoinedPool | None = None
-        if pool is not None:
-            self._joined = JoinedPool(pool, planner, groups)
+        self._joined = None if pool is None else joined(pool, planner, groups)
+        self._kept: KeptCache | None = None
         with ExitStack() as undo:
             if self._joined is not None:
                 undo.callback(self._joined.close)
@@ -141,8 +141,6 @@ class Halves:
             self._arena = HostArena(
                 num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None, region=region
             )
-            if self._joined is not None:
-                self._joined.close_after(self._arena)
             copier = choose_copier(
                 planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
             ).copier
@@ -174,7 +172,11 @@ class Halves:
                 self.cache: Decider = tiered
                 self._tier = HostCacheTier(below, slots, tiered, groups, self._arena.blocks)
             elif self._joined is not None:
-                self.cache = self._joined.cache(device, ready_slots=ready, min_load_tokens=min_load_tokens or 0)
+                least, messenger = min_load_tokens or 0, self._joined.messenger()
+                self.cache = self._kept = KeptCache(
+                    planner, device, messenger, ready_slots=ready, min_load_tokens=least
+                )
+                self._joined.close_after(self._arena)
             else:
                 self.cache = CPUPrefixCache(
                     planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
@@ -263,8 +265,8 @@ class Halves:
         """An engine step begins: submit its copies. Call it before compute of the step is submitted."""
         self._check_usable()
         self._left.append(set())
-        if self._joined is not None:
-            self._joined.passed()
+        if self._kept is not None:
+            self._kept.passed(time.monotonic())
         self._worker.run(self.cache.step())
         if self._tier is not None:
             self._tier.run()
@@ -315,7 +317,7 @@ class Halves:
         check_identity(None, revision, None)
         self._check_usable()
         self._keys = dict.fromkeys(self._keys, ())
-        named = self._tier or self._joined
+        named = self._tier or self._kept
         if named is None:
             self.cache.reset()
         else:
@@ -435,8 +437,8 @@ class Halves:
         check_tokens("num_tokens", num_tokens, self._max_model_len)
         check_tokens("on_device", on_device, num_tokens)
         grid = self.cache.planner.grid_tokens
-        outlives = self._tier is not None or self._joined is not None
-        every = self._strict or self._joined is not None  # other processes take what they lead to
+        outlives = self._tier is not None or self._kept is not None
+        every = self._strict or self._kept is not None  # other processes take what they lead to
         check_keys(keys, num_tokens, grid, persist=outlives, every=every)
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:

@@ -17,7 +17,7 @@ It takes models whose layers are all full attention, in one group.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -66,9 +66,8 @@ class _Store(Transfer):
 
 
 class KeptCache:
-    """For an engine whose `device` has blocks as of `planner`, over `num_slots` slots. Of these `ready_slots`, from
-    the first on, may be copied to and from; more as the rank reports them. `namespace_of` gives the namespace of a
-    revision, and of None one that nobody else has.
+    """For an engine whose `device` has blocks as of `planner`, over the slots that the messenger knows. Of these
+    `ready_slots`, from the first on, may be copied to and from; more as the rank reports them.
 
     After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good.
 
@@ -81,16 +80,14 @@ class KeptCache:
         device: Device,
         messenger: Messenger,
         *,
-        num_slots: int,
         ready_slots: int,
-        namespace_of: Callable[[str | None], bytes],
         min_load_tokens: int = 0,
     ) -> None:
         check_takes(planner)
         self.planner = planner
         self._min_load_tokens = min_load_tokens
-        self._device, self._messenger, self._namespace_of = device, messenger, namespace_of
-        self._num_slots, self._ready = num_slots, ready_slots
+        self._device, self._messenger = device, messenger
+        self._num_slots, self._ready = messenger.num_slots, ready_slots
         self._ledger = TransferLedger(1)
         self._questions, self._takes = Questions(messenger), Takes(messenger, device)
         self._running: dict[Hashable, _Running] = {}
@@ -256,7 +253,7 @@ class KeptCache:
         for running in self._running.values():
             running.is_stale = True
         self._prefilling.clear()
-        self._messenger.rename(self._namespace_of(revision))
+        self._messenger.rename(revision)
 
     @property
     def has_transfers(self) -> bool:

@@ -13,6 +13,10 @@ class Messenger(Protocol):
     """Sends messages to the keeper, and collects its answers."""
 
     @property
+    def num_slots(self) -> int:
+        """How many slots the pool has."""
+
+    @property
     def connection(self) -> int:
         """The number of the connection that there is, or was last."""
 
@@ -32,5 +36,8 @@ class Messenger(Protocol):
     def end_use(self) -> None:
         """Such a copy has ended."""
 
-    def rename(self, namespace: bytes) -> None:
-        """From now on everything is of another namespace, also in later connections."""
+    def rename(self, revision: str | None) -> None:
+        """From now on all is of this revision, also in later connections; with None of one that nobody else has."""
+
+    def close(self) -> None:
+        """No copy is under way, and nothing follows."""

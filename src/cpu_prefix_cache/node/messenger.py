@@ -14,42 +14,31 @@ import os
 import select
 import socket
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cpu_prefix_cache.keeper.protocol import (
-    NOBODY,
-    Kind,
-    Message,
-    ProtocolError,
-    Received,
-    check_answered,
-    check_greeted,
-    encoded,
-)
+from cpu_prefix_cache.keeper.protocol import Kind, Message, ProtocolError, Received, check_answered, encoded
 from cpu_prefix_cache.memory.ending import end_outside_of
-from cpu_prefix_cache.memory.shared_file import user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.node.presence import OwnPresence
+from cpu_prefix_cache.node.hello import READ_BYTES, RETRY_SECONDS, connect, greet
+from cpu_prefix_cache.node.seat import Seat
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 0.1
-SEND_SECONDS = 1.0  # a keeper that reads nothing for so long is gone
-READ_BYTES = 1 << 20
-
 
 class SocketMessenger:
-    """Connected to the keeper at `path`, for an engine whose blocks have `block_bytes` bytes.
-
-    Raises ConfigurationError where no keeper answers in time, or it refuses this engine.
+    """For the engine that has this seat at the keeper at `path`, and whose blocks have `block_bytes` bytes. `name_of`
+    gives the name of a revision's namespace; `revision` is that of its first hello.
     """
 
-    def __init__(self, path: str, namespace: bytes, block_bytes: int, *, connect_seconds: float) -> None:
-        self._path, self._namespace, self._block_bytes = path, namespace, block_bytes
+    def __init__(
+        self, path: str, seat: Seat, block_bytes: int, name_of: Callable[[str | None], bytes], revision: str
+    ) -> None:
+        self._path, self._seat, self._block_bytes = path, seat, block_bytes
+        self._name_of, self._namespace = name_of, name_of(revision)
+        self.num_slots = seat.num_slots
         self._lock = threading.Lock()
         self._unsent = deque[Message]()
         self._answers = deque[tuple[int, Message]]()
@@ -58,12 +47,8 @@ class SocketMessenger:
         self._ending = threading.Event()
         self.connection = 1
         self.is_up = True
-        self.files = list[int]()
-        self._number = NOBODY
-        connected, self.num_slots = self._first_hello(time.monotonic() + connect_seconds)
-        self._presence = OwnPresence(self.files[1], self._number)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, args=(connected,), daemon=True, name="keeper-socket")
+        self._thread = threading.Thread(target=self._run, args=(seat.connected,), daemon=True, name="keeper-socket")
         self._thread.start()
 
     # The engine's thread
@@ -92,25 +77,23 @@ class SocketMessenger:
         with self._lock:
             self._uses -= 1
 
-    def rename(self, namespace: bytes) -> None:
-        """From now on everything is of another namespace, also after the next hello."""
+    def rename(self, revision: str | None) -> None:
+        """From now on everything is of this revision, also after the next hello."""
         with self._lock:
-            self._namespace = namespace
+            self._namespace = self._name_of(revision)
             if self.is_up:
                 self._send_name()
 
     def close(self) -> None:
-        """No copy is under way. The files stay with those who have them; may be called again."""
+        """No copy is under way. The seat is closed, too; may be called again."""
         if self._is_closed:
             return
         self._is_closed = True
         self._ending.set()
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        self._presence.close()
         os.close(self._wake)
-        for file in self.files:
-            os.close(file)
+        self._seat.close()
 
     def close_after(self, region: object) -> None:
         """Close when nobody has this any more, which copies use, or when the process ends."""
@@ -172,7 +155,7 @@ class SocketMessenger:
                 connected = self._next_connection()
             except ConfigurationError as refused:
                 logger.error("%s; nothing is found or kept from now on", refused)
-                self._presence.close()
+                self._seat.presence.close()
                 return None
             except (OSError, ProtocolError) as failed:
                 logger.debug("the keeper at %s: %s", self._path, failed)
@@ -183,12 +166,11 @@ class SocketMessenger:
 
     def _next_connection(self) -> socket.socket | None:
         """None while the engine may not say hello."""
-        connected = _connect(self._path)
         with ExitStack() as undo:
-            undo.enter_context(connected)
+            connected = undo.enter_context(connect(self._path))
             if not self._may_say_hello():
                 return None
-            self._hello(connected, self.files, self._ending.is_set)
+            self._hello(connected)
             undo.pop_all()
         logger.info("the keeper at %s is back", self._path)
         with self._lock:
@@ -204,65 +186,8 @@ class SocketMessenger:
             self.connection += 1
             return True
 
-    # Hello
-
-    def _first_hello(self, deadline: float) -> tuple[socket.socket, int]:
-        while True:
-            try:
-                connected = _connect(self._path)
-                try:
-                    num_slots, self.files = self._hello(connected, [], lambda: time.monotonic() > deadline)
-                except BaseException:
-                    connected.close()
-                    raise
-                return connected, num_slots
-            except (OSError, ProtocolError) as failed:
-                if time.monotonic() > deadline:
-                    raise ConfigurationError(
-                        f"no keeper answers at {self._path} ({failed}); start one: cpu-prefix-cache keep "
-                        f"--socket {self._path} --host-bytes ..."
-                    ) from failed
-                time.sleep(RETRY_SECONDS)
-
-    def _hello(self, connected: socket.socket, files: list[int], is_late: Callable[[], bool]) -> tuple[int, list[int]]:
-        """Say hello, and wait for the answer: the number of slots, and the files of the pool."""
+    def _hello(self, connected: socket.socket) -> None:
         with self._lock:
             namespace = self._namespace
-        hello = encoded(Message(Kind.HELLO, numbers=(self._block_bytes, self._number), keys=(namespace,)))
-        socket.send_fds(connected, [hello], files)
-        received, got = Received(), list[int]()
-        connected.settimeout(RETRY_SECONDS)
-        while not is_late():
-            try:
-                some, new, _, _ = socket.recv_fds(connected, READ_BYTES, 2)
-            except TimeoutError:
-                continue
-            got += new
-            if not some:
-                raise ConnectionResetError("its socket has ended")
-            received.feed(some)
-            for message in received:
-                connected.settimeout(SEND_SECONDS)
-                check_greeted(message)
-                if message.kind is Kind.REFUSED:
-                    raise ConfigurationError(f"the keeper at {self._path} refuses: {message.keys[0].decode()}")
-                if not files and len(got) != 2:
-                    raise ProtocolError(f"the keeper began with {len(got)} files")
-                for file in got if files else ():
-                    os.close(file)  # those that it has
-                self._number = message.numbers[2]
-                return message.numbers[0], got
-        raise ConnectionAbortedError("it did not answer in time")
-
-
-def _connect(path: str) -> socket.socket:
-    connected = socket.socket(socket.AF_UNIX)
-    connected.settimeout(SEND_SECONDS)
-    try:
-        connected.connect(path)
-        if user_of(connected) != os.geteuid():
-            raise ConfigurationError(f"the keeper at {path} is of another user; start both as one user")
-    except BaseException:
-        connected.close()
-        raise
-    return connected
+        hello = Message(Kind.HELLO, numbers=(self._block_bytes, self._seat.number), keys=(namespace,))
+        greet(connected, hello, self._seat.files, self._ending.is_set)

@@ -12,6 +12,7 @@ from cpu_prefix_cache.slab.tier import check_hash, check_option, is_seconds
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.model.planner import HybridChunkPlanner
+    from cpu_prefix_cache.node.joined_pool import JoinedPool
     from cpu_prefix_cache.slab.namespace import Namespace, Value
 
 SCHEME = "unix:"
@@ -55,20 +56,22 @@ class NodePool:
         """The identity of the KV. Raises ConfigurationError where that is not known."""
         return identity_of(self.model, self.revision, self.weights)
 
-    def namespace(self, planner: "HybridChunkPlanner", layouts: "Mapping[str, Value]") -> "Namespace":
-        """Facts that must be equal for its KV to be served by another engine."""
+    def namespace(
+        self, planner: "HybridChunkPlanner", *, dtype: str, ranks: int, extra: "Mapping[str, Value]"
+    ) -> "Namespace":
+        """Facts that must be equal for its KV to be served by another engine, as those of a `Tier`."""
         from cpu_prefix_cache.slab.namespace import namespace_of
 
         model, revision = self.identity
         return namespace_of(
-            planner,
-            model=model,
-            revision=revision,
-            dtype="in each group's layout",
-            hash=self.hash,
-            ranks=planner.ranks,
-            extra=layouts,
+            planner, model=model, revision=revision, dtype=dtype, hash=self.hash, ranks=ranks, extra=extra
         )
+
+    def taken(self, address: str, planner: "HybridChunkPlanner") -> "JoinedPool":
+        """The part in it that this engine's worker gives at `address`, for the process that decides: without torch."""
+        from cpu_prefix_cache.node.joined_pool import JoinedPool
+
+        return JoinedPool.taken(address, self, planner)
 
 
 def name_of(namespace: "Namespace", revision: str | None) -> bytes:

@@ -276,7 +276,7 @@ def test_weights_that_change_while_a_keeper_comes_back_have_their_own_name(keepe
 
         def changing(*arguments):
             answer = hello(*arguments)
-            messenger.rename(b"other weights...")
+            messenger.rename("other weights")
             return answer
 
         messenger._hello = changing
@@ -345,7 +345,7 @@ def test_close_does_not_wait_for_a_keeper_that_hangs(keeper):
 def test_a_keeper_of_another_user_that_comes_next_is_not_joined(keeper, monkeypatch, caplog):
     with PoolEngine(keeper.address) as engine:
         keeper.kill()
-        monkeypatch.setattr("cpu_prefix_cache.node.messenger.user_of", lambda _: 65534)
+        monkeypatch.setattr("cpu_prefix_cache.node.hello.user_of", lambda _: 65534)
         keeper.start()
         wait_until(lambda: "another user" in caplog.text)
         assert engine.serves("abc") == 0
@@ -510,7 +510,7 @@ def test_a_second_keeper_at_one_socket_is_refused(keeper):
 
 
 def test_a_process_of_another_user_is_refused(keeper, monkeypatch):
-    monkeypatch.setattr("cpu_prefix_cache.node.messenger.user_of", lambda _: 65534)
+    monkeypatch.setattr("cpu_prefix_cache.node.hello.user_of", lambda _: 65534)
     with pytest.raises(ConfigurationError, match="another user"):
         PoolEngine(keeper.address)
 

@@ -1,0 +1,131 @@
+"""Seat: the place of an engine in a pool: its socket, both files, its number, and its lock.
+
+    taken      by the first hello
+    handed on  from the process that copies, which vLLM starts first, to the process that decides; the files and the
+               lock stay with both, the socket does not
+    closed     in one process
+
+The lock is that of an open file, so it is free when the last process that has the seat has closed it, or has ended: an
+engine is there as long as one of them may still copy.
+"""
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+from cpu_prefix_cache.keeper.protocol import NOBODY, Kind, Message, ProtocolError
+from cpu_prefix_cache.memory.shared_file import user_of
+from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES, RETRY_SECONDS, close_files, connect, greet
+from cpu_prefix_cache.node.presence import OwnPresence
+
+GIVE_SECONDS = 600.0  # for which the process that decides may take to come
+_NUMBERS = struct.Struct("=QQ")  # of the seat and of slots
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """Number `number` in a pool of `num_slots` slots."""
+
+    connected: socket.socket
+    files: tuple[int, ...]
+    presence: OwnPresence
+    number: int
+    num_slots: int
+    _offer: socket.socket | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, path: str, namespace: bytes, block_bytes: int, *, connect_seconds: float) -> Self:
+        """The seat that the keeper at `path` gives. Raises ConfigurationError where none answers in time, or it
+        refuses this engine.
+        """
+        deadline = time.monotonic() + connect_seconds
+        hello = Message(Kind.HELLO, numbers=(block_bytes, NOBODY), keys=(namespace,))
+        while True:
+            try:
+                return cls._first(path, hello, deadline)
+            except (OSError, ProtocolError) as failed:
+                if time.monotonic() > deadline:
+                    raise ConfigurationError(
+                        f"no keeper answers at {path} ({failed}); start one: cpu-prefix-cache keep "
+                        f"--socket {path} --host-bytes ..."
+                    ) from failed
+                time.sleep(RETRY_SECONDS)
+
+    @classmethod
+    def _first(cls, path: str, hello: Message, deadline: float) -> Self:
+        with ExitStack() as undo:
+            connected = undo.enter_context(connect(path))
+            welcome = greet(connected, hello, (), lambda: time.monotonic() > deadline)
+            undo.callback(close_files, welcome.files)
+            presence = OwnPresence(welcome.files[1], welcome.number)
+            undo.pop_all()
+        return cls(connected, tuple(welcome.files), presence, welcome.number, welcome.num_slots)
+
+    def give(self, address: str, note: bytes) -> None:
+        """Hand it on, with a note, to the first process of this user that comes to `address`. A thread waits for it.
+
+        Raises ConfigurationError where somebody else is at that address.
+        """
+        self._offer = offer = socket.socket(socket.AF_UNIX)
+        try:
+            offer.bind(f"\0{address}")
+        except OSError as failed:
+            raise ConfigurationError(
+                f"another engine of this machine has the name {address} ({failed}); give each its own engine_id"
+            ) from failed
+        offer.listen()
+        offer.settimeout(GIVE_SECONDS)
+        threading.Thread(target=self._give, args=(offer, note), daemon=True, name="keeper-seat").start()
+
+    def _give(self, offer: socket.socket, note: bytes) -> None:
+        with suppress(OSError), offer:  # nobody came, or this seat was closed
+            while True:
+                with offer.accept()[0] as taker:
+                    if user_of(taker) != os.geteuid():
+                        continue
+                    files = [self.connected.fileno(), *self.files, self.presence.file]
+                    socket.send_fds(taker, [_NUMBERS.pack(self.number, self.num_slots)], files)
+                    taker.sendall(note)
+                    self.connected.close()
+                    return
+
+    @classmethod
+    def taken(cls, address: str) -> tuple[Self, bytes]:
+        """The seat that another process of this engine gives, and its note. Raises ConfigurationError."""
+        with ExitStack() as undo, socket.socket(socket.AF_UNIX) as giver:
+            files = list[int]()
+            undo.callback(close_files, files)
+            try:
+                giver.connect(f"\0{address}")
+                some, new, _, _ = socket.recv_fds(giver, _NUMBERS.size, NUM_FILES + 2)
+                files += new
+                note = b"".join(iter(lambda: giver.recv(READ_BYTES), b""))
+            except OSError as failed:
+                raise ConfigurationError(
+                    f"this engine cannot get its seat in the pool from its worker ({failed}): both are processes of "
+                    "one user, on one machine, and in containers of one network namespace"
+                ) from failed
+            if user_of(giver) != os.geteuid() or len(files) != NUM_FILES + 2 or len(some) != _NUMBERS.size:
+                raise ConfigurationError("the worker of this engine has ended, or is of another user")
+            undo.pop_all()
+        number, num_slots = _NUMBERS.unpack(some)
+        connected, *pool, lock = files
+        seat = cls(socket.socket(fileno=connected), tuple(pool), OwnPresence.taken(lock), number, num_slots)
+        return seat, note
+
+    def close(self) -> None:
+        """In this process. Nothing of the region is in use here; may be called again."""
+        if self._offer is not None:
+            with suppress(OSError):
+                self._offer.shutdown(socket.SHUT_RDWR)  # the thread that waits there ends
+            self._offer = None
+        self.connected.close()
+        self.presence.close()
+        close_files(self.files)
+        self.files = ()

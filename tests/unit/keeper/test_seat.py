@@ -1,0 +1,109 @@
+"""The seat of an engine: its lock and its files, in one process and in two."""
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+from unittest.mock import patch
+
+import pytest
+
+from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
+from cpu_prefix_cache.node.presence import OwnPresence, is_present
+from cpu_prefix_cache.node.seat import Seat
+from tests.unit.keeper.pool_engine import CHUNK_BYTES, PATIENCE, ROOT, KeeperProcess
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    with KeeperProcess(tmp_path) as process:
+        yield process
+
+
+def seat_at(keeper):
+    return Seat.of(keeper.path, bytes(NAMESPACE_BYTES), CHUNK_BYTES, connect_seconds=PATIENCE)
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_engine_whose_lock_cannot_be_taken_leaves_nothing_open(keeper):
+    with closing(seat_at(keeper)):
+        files = open_files()
+        locked = patch("cpu_prefix_cache.node.presence.fcntl.fcntl", side_effect=BlockingIOError("locked"))
+        with locked, pytest.raises(ConfigurationError, match="is locked by another one"):
+            seat_at(keeper)
+        assert open_files() == files
+
+
+def test_a_seat_leaves_nothing_open(keeper):
+    files = open_files()
+    seat = seat_at(keeper)
+    seat.give("cpc-test-nobody-comes", b"")
+    seat.close()
+    assert open_files() <= files + 1  # which the thread that waited is closing
+
+
+TAKES = """
+import sys
+from cpu_prefix_cache.node.seat import Seat
+seat, note = Seat.taken(sys.argv[1])
+print(seat.number, seat.num_slots, note.decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_of_two_processes_is_there_until_both_are_gone(keeper, tmp_path):
+    address = f"cpc-test-{os.getpid()}"
+    watch = seat_at(keeper)
+    with closing(watch):
+        worker = seat_at(keeper)
+        worker.give(address, b"note")
+        decides = subprocess.Popen(
+            [sys.executable, "-c", TAKES, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        )
+        try:
+            assert decides.stdout.readline().decode().split() == [str(worker.number), str(worker.num_slots), "note"]
+            records, number = watch.files[1], worker.number
+            worker.close()
+            assert is_present(records, number)
+        finally:
+            decides.kill()
+            decides.wait()
+            decides.stdout.close()
+        assert not is_present(records, number)
+
+
+def test_a_worker_that_lives_keeps_the_lock_of_its_engine(keeper):
+    """Its device may still write."""
+    address = f"cpc-test-{os.getpid()}"
+    with closing(seat_at(keeper)) as watch, closing(seat_at(keeper)) as worker:
+        worker.give(address, b"")
+        Seat.taken(address)[0].close()
+        assert is_present(watch.files[1], worker.number)
+
+
+def test_two_engines_of_one_name_are_refused(keeper):
+    with closing(seat_at(keeper)) as one, closing(seat_at(keeper)) as other:
+        one.give("cpc-test-twice", b"")
+        with pytest.raises(ConfigurationError, match="engine_id"):
+            other.give("cpc-test-twice", b"")
+
+
+def test_without_a_worker_there_is_no_seat():
+    with pytest.raises(ConfigurationError, match="from its worker"):
+        Seat.taken("cpc-test-nobody-is-here")
+
+
+def test_a_lock_that_another_engine_has_is_refused():
+    file = os.memfd_create("records")
+    try:
+        with closing(OwnPresence(file, 3)), pytest.raises(ConfigurationError, match="engine 3"):
+            OwnPresence(file, 3)
+    finally:
+        os.close(file)
