@@ -32,10 +32,18 @@ def make(num_bytes: int) -> int:
     try:
         file = _memory_file()
         os.ftruncate(file, num_bytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _seals())
     except OSError as failed:
         raise ConfigurationError(f"the system makes no shared region of {num_bytes} bytes: {failed}") from failed
     return file
+
+
+def is_sealed(file: int) -> bool:
+    """Whether nobody can change the size of this file, below those who have mapped it. Not so of a file on a disk."""
+    try:
+        return fcntl.fcntl(file, fcntl.F_GET_SEALS) & _seals() == _seals()
+    except OSError:
+        return False
 
 
 class OfferedFile:
@@ -83,6 +91,10 @@ def take_file(address: str, seconds: float = WAIT_SECONDS) -> int:
     if not files:
         raise ConfigurationError("the first rank ended before this one had the shared region")
     return files[0]
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _memory_file() -> int:

@@ -46,7 +46,7 @@ def make(host_bytes: int, block_bytes: int) -> Region:
 
 def adopt(files: Sequence[int]) -> Region | None:
     """The region that an engine hands back, under descriptors of its own; None if these are no such files."""
-    if len(files) != 2 or not os.fstat(files[1]).st_size:
+    if len(files) != 2 or not all(map(shared_file.is_sealed, files)) or not os.fstat(files[1]).st_size:
         return None
     records = _records(files[1])
     shape = records.shape

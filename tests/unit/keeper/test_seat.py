@@ -1,4 +1,4 @@
-"""The seat of an engine: its lock and its files, in one process and in two."""
+"""The seat of an engine: its lock and its files, in one process and in two, and what a keeper takes back."""
 
 import os
 import subprocess
@@ -10,9 +10,13 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.presence import OwnPresence, is_present
 from cpu_prefix_cache.node.seat import Seat
 from tests.unit.keeper.pool_engine import CHUNK_BYTES, PATIENCE, ROOT, KeeperProcess
+
+SLOTS = 4
 
 
 @pytest.fixture
@@ -27,6 +31,33 @@ def seat_at(keeper):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
+
+
+def records_of(file):
+    """A file of records for a region of SLOTS, as a keeper makes it."""
+    os.ftruncate(file, records_bytes(SLOTS))
+    contents = memoryview(bytearray(records_bytes(SLOTS)))
+    Records(contents).begin(SLOTS, CHUNK_BYTES)
+    os.pwrite(file, contents, 0)
+    return file
+
+
+@pytest.fixture
+def loose(tmp_path):
+    """The files of a region, one with a name and one without, whose sizes anybody may change."""
+    region, records = os.open(tmp_path / "region", os.O_RDWR | os.O_CREAT), os.memfd_create("records")
+    os.ftruncate(region, SLOTS * CHUNK_BYTES)
+    yield region, records_of(records)
+    os.close(region)
+    os.close(records)
+
+
+def test_files_whose_size_may_change_are_not_taken_back(loose):
+    """Whoever made one shorter would end the keeper that reads it."""
+    region = regions.make(SLOTS * CHUNK_BYTES, CHUNK_BYTES)
+    assert regions.adopt(region.files) is not None
+    for files in (loose, (region.files[0], loose[1]), (loose[0], region.files[1])):
+        assert regions.adopt(files) is None
 
 
 def test_an_engine_whose_lock_cannot_be_taken_leaves_nothing_open(keeper):
