@@ -17,7 +17,7 @@ It takes models whose layers are all full attention, in one group.
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -35,7 +35,7 @@ from cpu_prefix_cache.offload.completion import COUNTED, FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.destinations import check_destinations
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
-from cpu_prefix_cache.prefix_cache import Resolved
+from cpu_prefix_cache.prefix_cache import Lease, Resolved
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class KeptCache:
         self._ids = count()
         self._now = 0.0
         self._epoch = 0
-        self._is_off = False
+        self.is_off = False
         self._failures = Counter[Direction]()
         self._counts = dict.fromkeys(COUNTED, 0)
         self._hit_tokens = 0
@@ -108,7 +108,7 @@ class KeptCache:
         grid = self.planner.grid_tokens
         keys = self._findable(request)
         least = n0 + max(1, self._min_load_tokens)
-        if self._is_off or len(keys) * grid < least:
+        if self.is_off or len(keys) * grid < least:
             return MISS
         question = self._questions.of(request.id, keys)
         if question is None:
@@ -138,6 +138,15 @@ class KeptCache:
         self._admitted(request_id)
         return []
 
+    def branch(self, request: Request, end: int) -> None:
+        """As CPUPrefixCache. None: there are no checkpoints."""
+
+    def reserve(self, request: Request, boundary: int, n0: int = 0) -> None:
+        """As CPUPrefixCache. None: what a lookup has found is leased until it is loaded."""
+
+    def release(self, lease: Lease) -> None:
+        """As CPUPrefixCache."""
+
     def may_have(self, key: bytes) -> bool:
         """Whether the pool may have this chunk. It is not queried."""
         return True
@@ -161,10 +170,10 @@ class KeptCache:
             return
         question = self._questions.take(request.id, self._findable(request))
         known = 0 if question is None or question.slots is None else len(question.slots)
-        if question is not None and boundary is None:
+        if question is not None and (boundary is None or boundary <= n0):
             self._questions.give_up(question)
             question = None
-        running = _Running(request, n0, known, question, is_stale=self._is_off or not request.stores)
+        running = _Running(request, n0, known, question, is_stale=self.is_off or not request.stores)
         self._running[request.id] = self._prefilling[request.id] = running
         self._hit_tokens += max(0, (boundary or 0) - n0)
 
@@ -206,6 +215,15 @@ class KeptCache:
             del self._prefilling[request_id]
             self._store(running, num_tokens)
 
+    def goes_on(self, request_id: Hashable) -> None:
+        """As CPUPrefixCache."""
+        running = self._running.get(request_id)
+        if running is not None:
+            running.load = None
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Nothing: no rate is measured."""
+
     def finished(self, request_id: Hashable, num_tokens: int) -> None:
         """As CPUPrefixCache, here and in `preempted`."""
         running = self._running.pop(request_id, None)
@@ -243,6 +261,14 @@ class KeptCache:
         landed += self._ledger.report(report.rank, report.done, done=True)
         return [self._land(transfer) for transfer in landed]
 
+    def invalidated(self, device_blocks: Iterable[int]) -> None:
+        """As CPUPrefixCache."""
+        wrong = frozenset(device_blocks)
+        for transfer in list(self._ledger):
+            if isinstance(transfer, _Store) and not wrong.isdisjoint(transfer.write.blocks):
+                self._ledger.cancel(transfer)
+        self._takes.invalidated(wrong)
+
     def reset(self, revision: str | None = None) -> None:
         """As CPUPrefixCache. Engines that name the same `revision` meet again; without one nobody meets this one."""
         self._epoch += 1
@@ -254,6 +280,10 @@ class KeptCache:
             running.is_stale = True
         self._prefilling.clear()
         self._messenger.rename(revision)
+
+    def close(self) -> None:
+        """The engine ends, and no copy is under way."""
+        self._messenger.close()
 
     @property
     def has_transfers(self) -> bool:
@@ -295,13 +325,13 @@ class KeptCache:
     def _store(self, running: _Running, num_tokens: int) -> None:
         """Store the chunks of its first `num_tokens` tokens, beyond those that the pool has."""
         stop = min(self.planner.full_chunks(num_tokens), len(running.request.keys))
-        if not (running.is_stale or self._is_off) and stop > running.known:
+        if not (running.is_stale or self.is_off) and stop > running.known:
             keys = running.request.keys[:stop]
             running.known = self._takes.begin(next(self._ids), keys, running.known, self._now)
 
     def _plan_store(self, write: Write) -> None:
         is_ready = max(write.slots) < self._ready
-        if not is_ready or self._is_off or not self._messenger.begin_use(write.take.connection):
+        if not is_ready or self.is_off or not self._messenger.begin_use(write.take.connection):
             self._takes.end(write.take, 0)
             return
         copies = (GroupCopy(GROUP, tuple(write.slots), tuple(write.blocks)),)
@@ -321,9 +351,9 @@ class KeptCache:
             self._land_load(transfer)
         if not transfer.is_cancelled and not transfer.plan.failed and not transfer.unfit:
             self._failures[direction] = 0 if transfer.succeeded else self._failures[direction] + 1
-        if self._failures[direction] >= FAILURES_IN_A_ROW and not self._is_off:
+        if self._failures[direction] >= FAILURES_IN_A_ROW and not self.is_off:
             logger.error("%d copies have failed in a row: the pool is not used from now on", FAILURES_IN_A_ROW)
-            self._is_off = True
+            self.is_off = True
             self.reset()
         id = transfer.request_id if isinstance(transfer, _Load) else None
         return Resolved(transfer.id, direction, id, transfer.succeeded)
@@ -363,9 +393,14 @@ class KeptCache:
 
 def check_takes(planner: HybridChunkPlanner) -> None:
     """Raise ConfigurationError for a model that a pool of a node does not take yet."""
+    if planner.lookahead_chunks:
+        raise ConfigurationError(
+            "a pool of a node knows no drafter (EAGLE, MTP) yet; start this engine without one, or give it host memory "
+            "of its own"
+        )
     if planner.has_checkpoints or len(planner.pieces) != 1 or planner.host_blocks_per_chunk != 1:
         groups = ", ".join(f"{group.name!r} ({group.kind})" for group in planner.groups)
         raise ConfigurationError(
             f"a pool of a node takes models whose layers are one group of full attention, and the groups are {groups}; "
-            "give this engine host_bytes of its own"
+            "give this engine host memory of its own"
         )

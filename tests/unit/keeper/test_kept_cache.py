@@ -1,0 +1,136 @@
+"""Decisions of an engine over a pool, call by call, as vLLM's scheduler makes them. The test is its keeper."""
+
+import pytest
+
+from cpu_prefix_cache import ConfigurationError, Hit, Pending
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankReport, Request
+from cpu_prefix_cache.keeper.kept_cache import KeptCache
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message
+from tests.support.small_engine import SmallEngine
+
+GRID, SLOTS = 4, 16
+KEYS = [letter.encode() * KEY_BYTES for letter in "abcd"]
+
+
+class Line:
+    """A messenger that keeps what is sent, and has the answers that the test gives."""
+
+    num_slots, connection, is_up = SLOTS, 1, True
+
+    def __init__(self):
+        self.sent, self.given, self.uses = [], [], 0
+
+    def send(self, connection, message):
+        self.sent.append(message)
+
+    def answers(self):
+        given, self.given = self.given, []
+        return given
+
+    def begin_use(self, connection):
+        self.uses += 1
+        return True
+
+    def end_use(self):
+        self.uses -= 1
+
+    def answer(self, kind, *numbers):
+        """To what was sent last."""
+        self.given.append((self.connection, Message(kind, self.sent[-1].id, numbers)))
+
+    def kinds(self):
+        return [message.kind for message in self.sent]
+
+
+class Engine:
+    def __init__(self, lookahead=0):
+        group = PrefixGroup(name="full", block_tokens=GRID, block_bytes=64, lookahead_tokens=lookahead)
+        self.line, self.device = Line(), SmallEngine(12)
+        planner = HybridChunkPlanner([group], max_model_len=64)
+        self.cache = KeptCache(planner, self.device, self.line, ready_slots=SLOTS)
+
+    def computes(self, id="r"):
+        """A request of four chunks runs, and wants slots for them."""
+        request = Request(id, KEYS, 4 * GRID)
+        self.cache.admit(request, 0, 0)
+        running = self.device.take(KEYS, 0, ())
+        self.device.computed(running, len(KEYS))
+        self.cache.computed(id, 4 * GRID)
+        assert self.line.sent[-1].kind is Kind.TAKE
+        return running.blocks
+
+    def finds(self, id="r", slots=(0, 1)):
+        """A request asks, and the keeper has these slots."""
+        request = Request(id, KEYS, 4 * GRID)
+        assert isinstance(self.cache.lookup(request, 0, 0.0), Pending)
+        self.line.answer(Kind.RAN, *slots)
+        assert self.cache.lookup(request, 0, 0.0) == Hit(len(slots) * GRID)
+        return request
+
+    def stores(self):
+        self.line.answer(Kind.TOOK, False, 0, 0, 1, 2, 3)
+        self.cache.passed(0.0)
+        (plan,) = self.cache.step().transfers
+        return plan.id
+
+    def reports(self, id):
+        self.cache.report(RankReport(0, done=frozenset({id})))
+        return self.line.sent[-1]
+
+
+def test_a_store_is_committed_when_the_rank_has_reported_it():
+    engine = Engine()
+    engine.computes()
+    assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4,)) and not engine.line.uses
+
+
+def test_a_store_of_blocks_that_are_wrong_is_not_committed():
+    engine = Engine()
+    blocks = engine.computes()
+    id = engine.stores()
+    engine.cache.invalidated(blocks[2:3])
+    assert engine.reports(id) == Message(Kind.COMMIT, 0, (0,))
+
+
+def test_blocks_that_are_wrong_are_not_taken_any_more():
+    engine = Engine()
+    engine.cache.invalidated(engine.computes()[2:3])
+    assert engine.line.sent[-1] == Message(Kind.COMMIT, 0, (0,))
+    engine.line.answer(Kind.TOOK, False, 0, 0, 1, 2, 3)
+    engine.cache.passed(0.0)
+    assert not engine.cache.step().transfers and not engine.cache.has_transfers
+
+
+def test_other_blocks_being_wrong_changes_nothing():
+    engine = Engine()
+    blocks = engine.computes()
+    engine.cache.invalidated({*range(12)} - set(blocks))
+    assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4,))
+
+
+@pytest.mark.parametrize("boundary", [None, 0])
+def test_a_request_that_loads_nothing_gives_its_lease_back(boundary):
+    engine = Engine()
+    engine.cache.admit(engine.finds(), 0, boundary)
+    assert engine.line.kinds()[-1] is Kind.RELEASE and not engine.cache.has_transfers
+
+
+def test_a_request_goes_on_while_its_load_is_in_flight():
+    """Its lease ends with the load, and what it computes meanwhile is stored."""
+    engine = Engine()
+    running = engine.device.take(KEYS, 0, ())
+    engine.cache.admit(engine.finds(), 0, 2 * GRID)
+    load = engine.cache.load("r", 2 * GRID, [running.blocks[:2]], 0.0)
+    engine.cache.step()
+    engine.device.computed(running, len(KEYS))
+    engine.cache.computed("r", 4 * GRID)
+    assert Kind.TAKE not in engine.line.kinds()
+    engine.cache.goes_on("r")
+    engine.cache.computed("r", 4 * GRID)
+    assert engine.line.kinds()[-1] is Kind.TAKE
+    assert engine.reports(load).kind is Kind.RELEASE and not engine.line.uses
+
+
+def test_a_drafter_that_looks_ahead_is_refused():
+    with pytest.raises(ConfigurationError, match="knows no drafter"):
+        Engine(lookahead=GRID)
