@@ -21,7 +21,7 @@ from typing import Self
 from cpu_prefix_cache.keeper.protocol import NOBODY, Kind, Message, ProtocolError
 from cpu_prefix_cache.memory.shared_file import user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES, RETRY_SECONDS, close_files, connect, greet
+from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES, RETRY_SECONDS, SEND_SECONDS, close_files, connect, greet
 from cpu_prefix_cache.node.presence import OwnPresence
 
 GIVE_SECONDS = 600.0  # for which the process that decides may take to come
@@ -115,9 +115,10 @@ class Seat:
                 raise ConfigurationError("the worker of this engine has ended, or is of another user")
             undo.pop_all()
         number, num_slots = _NUMBERS.unpack(some)
-        connected, *pool, lock = files
-        seat = cls(socket.socket(fileno=connected), tuple(pool), OwnPresence.taken(lock), number, num_slots)
-        return seat, note
+        line, *pool, lock = files
+        connected = socket.socket(fileno=line)
+        connected.settimeout(SEND_SECONDS)
+        return cls(connected, tuple(pool), OwnPresence.taken(lock), number, num_slots), note
 
     def close(self) -> None:
         """In this process. Nothing of the region is in use here; may be called again."""
