@@ -11,6 +11,7 @@ from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
 from cpu_prefix_cache.deciding import CODECS, policy_of
 
 BYTES = "cpu_bytes_to_use"
+POOL = "pool"  # in its place
 CODEC = "codec"
 
 Check = Callable[[str, Any], Any]  # of a name and its value: the value to use. Raises ConfigurationError
@@ -60,6 +61,6 @@ def checked(options: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
     """The options given, as their checks return them. Raises ConfigurationError."""
     given = options if isinstance(options, Mapping) else {}
     check_known(given, checks)
-    if BYTES not in given:
+    if BYTES not in given and POOL not in given:
         raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
     return {name: checks[name](name, value) for name, value in given.items()}

@@ -9,7 +9,7 @@ import os
 import stat
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import CPUPrefixCache, TieredCache
+from cpu_prefix_cache.deciding import CPUPrefixCache, KeptCache, TieredCache
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ def _text(path: str) -> str:
     return read.decode()
 
 
-def reset(cache: CPUPrefixCache, path: str | None) -> None:
+def reset(cache: CPUPrefixCache | KeptCache, path: str | None) -> None:
     """Reset a cache. What it stores from now on is shared with those whose revision is that of the file at `path`; with
     nobody, if there is none or it cannot be read.
     """
-    if isinstance(cache, TieredCache):
+    if isinstance(cache, TieredCache | KeptCache):
         cache.reset(new_revision(path))
     else:
         cache.reset()

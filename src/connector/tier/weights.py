@@ -15,7 +15,7 @@ from cpu_prefix_cache.tier import weights_in
 COMMIT_DIGITS = 40
 
 
-def weights_of(model: str, hf_config: Any, revision: str | None = None) -> str:
+def weights_of(model: str, hf_config: Any, revision: str | None = None, place: str = "tier") -> str:
     """A text that changes with the weights. Raises ConfigurationError if nothing identifies them."""
     files = weights_in(Path(model))
     if files is not None:
@@ -26,5 +26,5 @@ def weights_of(model: str, hf_config: Any, revision: str | None = None) -> str:
             return f"commit {known}"
     raise ConfigurationError(
         f"nothing tells which weights {model!r} has: no weight files are there, and no commit is known; "
-        "give the tier a revision, and another one whenever the weights change"
+        f"give the {place} a revision, and another one whenever the weights change"
     )

@@ -146,8 +146,9 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self.worker is None else self.worker.reports()
 
     def shutdown(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
+        for half in (self.worker, self.scheduler):
+            if half is not None:
+                half.close()
 
     # In both halves, and in the frontend
 

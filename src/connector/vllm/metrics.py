@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from connector.tier.options import TIER
 from connector.vllm.sessions import OUTCOMES
 from connector.vllm.touched import PROMETHEUS, check_names
-from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, TieredCache, TransferPlan
+from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, KeptCache, TieredCache, TransferPlan
 
 if TYPE_CHECKING:  # it imports what copies, and the scheduler does not
     from cpu_prefix_cache.copying import SlotStatistics
@@ -229,7 +229,7 @@ class CacheStats(KVConnectorStats):
 class CacheCounts:
     """Reports of the scheduler half: what the cache has done since the last report, and what it holds now."""
 
-    def __init__(self, cache: CPUPrefixCache, prefetch_hints: Mapping[str, int]) -> None:
+    def __init__(self, cache: CPUPrefixCache | KeptCache, prefetch_hints: Mapping[str, int]) -> None:
         """`prefetch_hints` is how many there were so far, by outcome."""
         self._cache, self._prefetch_hints = cache, prefetch_hints
         self._before: dict[str, int] = {}

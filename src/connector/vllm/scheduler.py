@@ -48,7 +48,15 @@ from connector.vllm.resets import UNTIL, Resets
 from connector.vllm.sessions import Sessions
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import Hit, Pending
-from cpu_prefix_cache.deciding import MIN_TIMED_TOKENS, Request, StepPlan, TierCache, TieredCache
+from cpu_prefix_cache.deciding import (
+    MIN_TIMED_TOKENS,
+    CPUPrefixCache,
+    KeptCache,
+    Request,
+    StepPlan,
+    TierCache,
+    TieredCache,
+)
 from cpu_prefix_cache.tier import TierPlan
 
 logger = logging.getLogger(__name__)
@@ -63,7 +71,7 @@ class _Step:
 
 
 class SchedulerHalf:
-    """A CPUPrefixCache over vLLM's block pool, called by vLLM's scheduler."""
+    """A CPUPrefixCache over vLLM's block pool, or a KeptCache, called by vLLM's scheduler."""
 
     def __init__(
         self,
@@ -87,7 +95,7 @@ class SchedulerHalf:
         self._sessions = Sessions(settings.hashes_per_chunk)
         self._counts = CacheCounts(self.cache, self._sessions.counts)
         self._events: KVEvents | None = None
-        if settings.publishes_events:
+        if settings.publishes_events and isinstance(self.cache, CPUPrefixCache):
             sizes = settings.planner.grid_tokens, settings.hashes_per_chunk
             self._events = KVEvents(self.cache, *sizes, tier_locality=REMOTE if settings.shares_tier else LOCAL)
         self._revision_file = settings.revision_file
@@ -242,8 +250,8 @@ class SchedulerHalf:
             tokens = 0 if waits else _computed_tokens(known.request)
             self._remember(known, tokens)
             self.cache.computed(id, tokens)
-        if self.tier is not None:
-            self.tier.passed(self.clock())
+        if isinstance(self.cache, TieredCache | KeptCache):
+            self.cache.passed(self.clock())
         return self.cache.step()
 
     def _plan_below(self) -> TierPlan | None:
@@ -300,6 +308,10 @@ class SchedulerHalf:
         self._resets.follow()
         below = None if self.tier is None else self.tier.below
         return self.cache.has_transfers or bool(self._unprepared) or (below is not None and _has_work(below))
+
+    def close(self) -> None:
+        if isinstance(self.cache, KeptCache):
+            self.cache.close()
 
     def take_stats(self) -> CacheStats | None:
         return self._counts.take()

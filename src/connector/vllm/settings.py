@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.common.options import BYTES, CODEC, Check, checked, one_of, whole
+from connector.common.options import BYTES, CODEC, POOL, Check, checked, one_of, whole
 from connector.common.options import CHECKS as COMMON_CHECKS
 from connector.tier.cache import EngineTier, build_cache
 from connector.tier.options import TIER, TierOption, tier_option
@@ -21,16 +21,26 @@ from connector.vllm.groups import (
     planner_for,
     replayed_tokens,
 )
+from connector.vllm.node_pool import ALWAYS, EnginePool, PoolOption, engine_pool, pool_option
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
 from connector.vllm.tier_settings import tier_settings
 from cpu_prefix_cache import ConfigurationError, Device, SharedTier
-from cpu_prefix_cache.deciding import RAW, CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
+from cpu_prefix_cache.deciding import (
+    RAW,
+    CacheOptions,
+    CPUPrefixCache,
+    EngineSteps,
+    EngineTraits,
+    HybridChunkPlanner,
+    KeptCache,
+)
 
 CHECKS: Mapping[str, Check] = {
     **COMMON_CHECKS,
     "checkpoint_interval": whole(1, "tokens"),
     RESET: one_of(*RESETS),
     TIER: tier_option,
+    POOL: pool_option,
 }
 
 
@@ -39,7 +49,7 @@ class Settings:
     """Settings that both halves are built from.
 
     Each rank has a host region, or all ranks of a tensor-parallel group share one, if they hold the same bytes in some
-    groups.
+    groups. With a pool the region is the keeper's, and how large it is the worker learns when it joins.
     """
 
     planner: HybridChunkPlanner
@@ -54,9 +64,10 @@ class Settings:
     overlaps: bool  # whether vLLM schedules a step before the one before has ended
     publishes_events: bool  # whether vLLM publishes KV events
     tier: EngineTier | None
-    revision_file: str | None  # of the tier, if it has one
+    pool: EnginePool | None
+    revision_file: str | None  # of the tier or the pool, if it has one
     reset: str  # one of RESETS
-    options: Mapping[str, Any]  # the options given, without BYTES, CODEC, TIER and RESET
+    options: Mapping[str, Any]  # the options given, without BYTES, POOL, CODEC, TIER and RESET
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
@@ -69,18 +80,18 @@ class Settings:
         _check_launcher(parallel)
         is_shared = has_replicas(planner) and parallel.tensor_parallel_size > 1
         regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
-        least = planner.fewest_blocks * planner.host_block_bytes * regions
-        if options[BYTES] < least:
-            raise ConfigurationError(
-                f"{BYTES} must hold a chunk and its checkpoint on all ranks, at least {least} bytes; "
-                f"got {options[BYTES]}"
-            )
         hashes = hash_blocks_per_chunk(vllm_config, kv_cache_config)
+        in_pool, pool = options.pop(POOL, None), None
+        if in_pool is not None:
+            pool = engine_pool(in_pool, options, vllm_config, planner, hashes)
+            options |= ALWAYS
+        else:
+            _check_bytes(options[BYTES], planner.fewest_blocks * planner.host_block_bytes * regions)
         option = options.pop(TIER, None)
         return cls(
             planner,
             group_ids=planned_group_ids(kv_cache_config),
-            host_bytes=options.pop(BYTES) // regions,
+            host_bytes=options.pop(BYTES, 0) // regions,
             regions=regions,
             ranks=parallel.world_size,
             is_shared=is_shared,
@@ -89,7 +100,8 @@ class Settings:
             steps=_steps(vllm_config, planner, kv_cache_config),
             overlaps=vllm_config.max_concurrent_batches > 1,
             publishes_events=_publishes_events(vllm_config),
-            revision_file=None if option is None else option.revision_file,
+            revision_file=_revision_file(option or in_pool),
+            pool=pool,
             tier=_tier(option, vllm_config, planner, hashes, regions),
             reset=options.pop(RESET, WITH_DEVICE),
             options=options,
@@ -104,8 +116,10 @@ class Settings:
     def host_blocks(self) -> int:
         return self.host_bytes // self.planner.host_block_bytes
 
-    def build(self, device: Device) -> CPUPrefixCache:
-        """The cache, a TieredCache if there is a tier. Raises ConfigurationError."""
+    def build(self, device: Device) -> CPUPrefixCache | KeptCache:
+        """The cache, a TieredCache if there is a tier, a KeptCache with a pool. Raises ConfigurationError."""
+        if self.pool is not None:
+            return self.pool.build(self.planner, device, self.options.get("min_load_tokens", 0))
         return build_cache(
             self.planner,
             device,
@@ -119,6 +133,17 @@ class Settings:
                 log_boundaries=self.publishes_events,
             ),
         )
+
+
+def _check_bytes(given: int, least: int) -> None:
+    if given < least:
+        raise ConfigurationError(
+            f"{BYTES} must hold a chunk and its checkpoint on all ranks, at least {least} bytes; got {given}"
+        )
+
+
+def _revision_file(option: TierOption | PoolOption | None) -> str | None:
+    return None if option is None else option.revision_file
 
 
 def _tier(

@@ -19,10 +19,11 @@ def start_line(settings: Settings, max_model_len: int, choice: ChosenCopier) -> 
     ahead = planner.lookahead_chunks * planner.grid_tokens
     drafter = f"; the drafter takes the last {ahead} tokens of each hit" if ahead else ""
     coded = "".join(f"{each.name} by codec {each.codec}, " for each in planner.groups if each.codec != RAW)
+    below = settings.tier or settings.pool or "no tier"
     return (
         f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
         f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, {coded}"
-        f"{settings.tier or 'no tier'}; {RESETS[settings.reset]}; {choice.name} copies ({choice.reason}){drafter}"
+        f"{below}; {RESETS[settings.reset]}; {choice.name} copies ({choice.reason}){drafter}"
     )
 
 

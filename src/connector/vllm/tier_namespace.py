@@ -16,13 +16,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.tier.namespace import digest
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.weights import drafter_of
-from cpu_prefix_cache import FileTier, SharedTier
+from cpu_prefix_cache import FileTier, NodePool, SharedTier
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.tier import Namespace, Value
 
 
 def engine_namespace(
-    said: FileTier | SharedTier, planner: HybridChunkPlanner, vllm_config: VllmConfig, hash_tokens: int, owners: int
+    said: FileTier | SharedTier | NodePool,
+    planner: HybridChunkPlanner,
+    vllm_config: VllmConfig,
+    hash_tokens: int,
+    owners: int,
 ) -> Namespace:
     """Namespace of an engine of which `owners` ranks have bytes of their own. Keys are of hashes of so many tokens."""
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config

@@ -14,8 +14,7 @@ from cpu_prefix_cache.tier import CRYPTOGRAPHIC
 
 def tier_of(option: TierOption, vllm_config: VllmConfig) -> FileTier | SharedTier:
     """The tier that the option describes, for this engine. Raises ConfigurationError."""
-    _check_keys(vllm_config.cache_config.prefix_caching_hash_algo)
-    _check_bytes(vllm_config, option)
+    check_names("tier", vllm_config, option.names_weights)
     return option.of_engine(
         vllm_config.parallel_config.data_parallel_index,
         model=vllm_config.model_config.model,
@@ -24,19 +23,18 @@ def tier_of(option: TierOption, vllm_config: VllmConfig) -> FileTier | SharedTie
     )
 
 
-def _check_keys(algorithm: str) -> None:
-    """Raises ConfigurationError unless keys are cryptographic. vLLM then has the same ones in every process."""
+def check_names(place: str, vllm_config: VllmConfig, names_weights: bool) -> None:
+    """Raises ConfigurationError unless keys are cryptographic, when vLLM has the same ones in every process, and where
+    the bytes of a block depend on more than its key and the namespace. `place` is what has them.
+    """
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in CRYPTOGRAPHIC:
         raise ConfigurationError(
-            f"a tier needs cryptographic keys, and vLLM hashes with {algorithm!r}; start it with "
+            f"a {place} needs cryptographic keys, and vLLM hashes with {algorithm!r}; start it with "
             f"--prefix-caching-hash-algo {CRYPTOGRAPHIC[0]}"
         )
-
-
-def _check_bytes(vllm_config: VllmConfig, option: TierOption) -> None:
-    """Raises ConfigurationError where the bytes of a block depend on more than its key and the namespace."""
-    if vllm_config.lora_config is not None and not option.names_weights:
+    if vllm_config.lora_config is not None and not names_weights:
         raise ConfigurationError(
-            "with LoRA keys have the adapters' names, and not their weights; give the tier a revision, and another "
+            f"with LoRA keys have the adapters' names, and not their weights; give the {place} a revision, and another "
             "one whenever an adapter is replaced under its name"
         )

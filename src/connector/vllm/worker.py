@@ -27,6 +27,7 @@ from connector.common.deadlines import LOAD_SECONDS
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
+from connector.vllm.rank_pool import PoolHere
 from connector.vllm.rank_tier import TierHere, tier_of_rank
 from connector.vllm.regions import RankShapes, agree, arena_of, shapes_of
 from connector.vllm.settings import Settings
@@ -69,6 +70,7 @@ class WorkerHalf:
         self._arena: HostArena | None = None
         self._share: Share | None = None
         self._tier: TierHere | None = None
+        self._pool: PoolHere | None = None
         self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._unplanned: set[int] = set()  # of these, the loads that are in no plan
@@ -103,7 +105,9 @@ class WorkerHalf:
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
-        self._arena = arena = arena_of(self._settings, self._vllm_config, shapes, device)
+        self._arena = arena = self._arena_in_pool(kv_caches, device) or arena_of(
+            self._settings, self._vllm_config, shapes, device
+        )
         self._tier = self._open_tier(arena, all_shapes, kv_caches)
         by_lane = shapes.by_lane()
         lanes = arena.blocks.view(-1, by_lane.host_block_bytes)
@@ -123,15 +127,26 @@ class WorkerHalf:
         )
         self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
 
+    def _arena_in_pool(self, kv_caches: Mapping[str, Registered], device: torch.device) -> HostArena | None:
+        pool = self._settings.pool
+        if pool is None:
+            return None
+        self._pool = PoolHere(pool, self._settings.planner, self._order(kv_caches), device)
+        self._settings = replace(self._settings, host_bytes=self._pool.num_bytes)
+        return self._pool.arena
+
+    def _order(self, kv_caches: Mapping[str, Registered]) -> str:
+        """How rows lie in the host blocks of this rank."""
+        config = self._kv_cache_config
+        orders = {name: order_of(registered, config.num_blocks) for name, registered in kv_caches.items()}
+        return row_order(config, orders, self._vllm_config.compilation_config.static_forward_context)
+
     def _open_tier(self, arena: HostArena, shapes: RankShapes, kv_caches: Mapping[str, Registered]) -> TierHere | None:
         if self._settings.tier is None:
             return None
-        config = self._kv_cache_config
-        orders = {name: order_of(registered, config.num_blocks) for name, registered in kv_caches.items()}
-        layers = self._vllm_config.compilation_config.static_forward_context
+        parallel = self._vllm_config.parallel_config
         try:
-            order = row_order(config, orders, layers)
-            return tier_of_rank(self._settings, self._vllm_config.parallel_config, shapes, arena.blocks, order)
+            return tier_of_rank(self._settings, parallel, shapes, arena.blocks, self._order(kv_caches))
         except BaseException:
             arena.close()
             raise
@@ -211,6 +226,9 @@ class WorkerHalf:
         if self._worker is not None:
             self._worker.close()
             self._worker = self._arena = self._early = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _nap(self, worker: CopyWorker) -> None:
         """In a step that computes nothing, leave the GIL to the copy threads, until a load ends or for IDLE_SECONDS.

@@ -1,0 +1,133 @@
+"""The option `pool`: the pool that a keeper has for the engines of this machine, in place of host memory of their own.
+
+    "pool": "unix:/run/kv/kv.sock"
+    "pool": {"address": "unix:/run/kv/kv.sock", "revision_file": "/run/revision"}
+
+    the worker       joins the pool (`rank_pool.py`): only it knows in which order rows lie
+    the scheduler    takes the worker's seat, and decides
+
+vLLM starts the worker first, in the same process or in another one. They meet at an address that no other engine has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from connector.common.options import BYTES, POOL
+from connector.tier.options import TIER
+from connector.tier.revision import REVISION_FILE, read_revision
+from connector.vllm.tier_namespace import engine_namespace
+from connector.vllm.tier_options import check_names
+from connector.vllm.weights import weights_of_all
+from cpu_prefix_cache import ConfigurationError, Device, NodePool
+from cpu_prefix_cache.deciding import HybridChunkPlanner, KeptCache, check_takes
+from cpu_prefix_cache.tier import Namespace, check_text
+
+KEYS = ("address", "model", "revision", REVISION_FILE, "connect_seconds")
+NEVER = (BYTES, TIER, "store_after", "min_store_tokens", "checkpoint_interval")  # beside a pool
+ALWAYS = {"offload": "eager", "policy": "lru"}
+
+
+@dataclass(frozen=True)
+class PoolOption:
+    """The pool as the operator gives it: for all engines, and perhaps without the names of a model and of weights."""
+
+    pool: NodePool
+    revision_file: str | None = None
+
+    @classmethod
+    def of(cls, spelled: Any) -> "PoolOption":
+        """Raises ConfigurationError."""
+        given = {"address": spelled} if isinstance(spelled, str) else spelled
+        if not isinstance(given, Mapping) or "address" not in given:
+            raise ConfigurationError(
+                f"a {POOL} is a text such as unix:/run/kv/kv.sock, or a dictionary with {KEYS[0]}, and perhaps "
+                f"{', '.join(KEYS[1:])}; got {spelled!r}"
+            )
+        if unknown := sorted(given.keys() - set(KEYS)):
+            raise ConfigurationError(f"unknown key {unknown[0]!r} in a {POOL}; known keys are {', '.join(KEYS)}")
+        file = given.get(REVISION_FILE)
+        if file is not None:
+            check_text(f"{REVISION_FILE} of a {POOL}", file)
+        if file is not None and given.get("revision") is not None:
+            raise ConfigurationError(f"the {POOL} has a revision and a {REVISION_FILE}: leave one of them out")
+        fields: dict[str, Any] = {name: value for name, value in given.items() if name != REVISION_FILE}
+        return cls(NodePool(**fields), file)
+
+    def of_engine(self, vllm_config: VllmConfig) -> NodePool:
+        """The pool with the names of this engine's model and weights. Raises ConfigurationError."""
+        file, pool = self.revision_file, self.pool
+        revision = pool.revision if file is None else read_revision(file)
+        check_names(POOL, vllm_config, revision is not None)
+        return replace(
+            pool,
+            model=pool.model or vllm_config.model_config.model,
+            revision=revision or weights_of_all(vllm_config, POOL),
+            hash=vllm_config.cache_config.prefix_caching_hash_algo,
+        )
+
+
+def pool_option(_: str, spelled: Any) -> PoolOption:
+    """The check of this option, as in `connector/common/options.py`. Raises ConfigurationError."""
+    return PoolOption.of(spelled)
+
+
+@dataclass(frozen=True)
+class EnginePool:
+    """The pool of one engine, whose worker gives its seat at `meeting`. The worker's order of rows is not in the
+    namespace yet.
+    """
+
+    pool: NodePool
+    namespace: Namespace
+    meeting: str
+
+    def build(self, planner: HybridChunkPlanner, device: Device, min_load_tokens: int = 0) -> KeptCache:
+        """The deciding half, in the scheduler. Raises ConfigurationError."""
+        messenger = self.pool.taken(self.meeting, planner).messenger()
+        return KeptCache(planner, device, messenger, ready_slots=0, min_load_tokens=min_load_tokens)
+
+    def __str__(self) -> str:
+        return f"the {POOL} at {self.pool.address}"
+
+
+def engine_pool(
+    option: PoolOption, options: Mapping[str, Any], vllm_config: VllmConfig, planner: HybridChunkPlanner, hashes: int
+) -> EnginePool:
+    """For an engine with these other `options`, and so many `hashes` to a chunk. Raises ConfigurationError."""
+    _check_options(options)
+    _check_engine(vllm_config)
+    check_takes(planner)
+    pool = option.of_engine(vllm_config)
+    namespace = engine_namespace(pool, planner, vllm_config, planner.grid_tokens // hashes, 1)
+    name = sha256(str(vllm_config.kv_transfer_config.engine_id).encode()).hexdigest()
+    return EnginePool(pool, namespace, f"cpu-prefix-cache-{name[:32]}")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in NEVER:
+        if name in options:
+            raise ConfigurationError(
+                f"with a {POOL} there is no {name}: how large it is, and what leaves it, is the keeper's choice, and "
+                "what is computed is stored at once; leave it out"
+            )
+    for name, only in ALWAYS.items():
+        if options.get(name, only) != only:
+            raise ConfigurationError(f"with a {POOL} {name} must be {only!r}; got {options[name]!r}")
+
+
+def _check_engine(vllm_config: VllmConfig) -> None:
+    ranks, events = vllm_config.parallel_config.world_size, vllm_config.kv_events_config
+    if ranks != 1:
+        raise ConfigurationError(
+            f"a {POOL} takes engines of one rank, and by tensor, pipeline or context parallelism this one has {ranks}; "
+            f"give it {BYTES} of its own (the engines of data parallelism do share a {POOL})"
+        )
+    if events is not None and events.enable_kv_cache_events:
+        raise ConfigurationError(
+            f"a {POOL} publishes no KV events, since what is in it is of all engines; start vLLM without KV events, or "
+            f"give it {BYTES} of its own"
+        )
