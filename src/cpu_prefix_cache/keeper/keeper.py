@@ -88,8 +88,10 @@ class Keeper:
 
     def recover(self) -> int:
         """Take in what the records have. The number of chunks that are found again."""
+        records = list(self._records.read())
+        self._pool.claim([(record.slot,) for record in records])  # at once: a slot alone costs as much as its chunk
         run: list[Record] = []
-        for record in self._records.read():
+        for record in records:
             if run and (record.parent != run[-1].key or record.namespace != run[-1].namespace):
                 self._take_in(run)
                 run = []
@@ -209,13 +211,15 @@ class Keeper:
         return path
 
     def _take_in(self, run: Sequence[Record]) -> None:
-        """Records each of which hangs below the one before. What hangs below something that is gone is left out."""
+        """Records each of which hangs below the one before. What hangs below something that is gone is free."""
         if not run:
             return
         above = run[0].parent
         parent = self._pool.root if above is None else self._pool.find(run[0].namespace + above)
-        if parent is not None:
-            slots = self._pool.claim([(record.slot,) for record in run])
+        slots = [record.slot for record in run]
+        if parent is None:
+            self._pool.abort(slots)
+        else:
             self._pool.commit(slots, [each.namespace + each.key for each in run], parent, self._pool.touch(None))
 
 

@@ -189,6 +189,17 @@ def test_a_record_that_is_not_whole_is_a_free_slot():
     assert node.found == 2 and node.finds(B, "abc") == 2
 
 
+def test_a_chunk_whose_parent_has_no_record_is_a_free_slot():
+    node = Node(slots=3)
+    node.stores(A, "abc")
+    after_b = HEADER_BYTES + 2 * RECORD.size
+    node.file[after_b - KEY_BYTES : after_b] = bytes(KEY_BYTES)
+    node.next_keeper()
+    node.keeper.join(B, ONE)
+    assert node.found == 1 and node.finds(B, "abc") == 1
+    assert len(node.takes(B, "xyz")[1].slots) == 3
+
+
 def test_a_slot_that_was_written_to_when_the_keeper_ended_holds_nothing():
     node = Node(slots=3)
     node.stores(A, "abc")
