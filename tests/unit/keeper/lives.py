@@ -37,10 +37,12 @@ def distinct(prompt):
 
 
 def live(address, seed, is_over, counts):
-    """Serve until `is_over`. A wrong byte is an AssertionError, and so an exit code."""
+    """Serve until `is_over`, which has no lock: a process that was killed would keep it. A wrong byte is an
+    AssertionError, and so an exit code.
+    """
     draw = random.Random(seed)
     with PoolEngine(address, device_blocks=24, wrap_copier=SlowCopier) as engine:
-        while not is_over.is_set():
+        while not is_over.value:
             counts[LOADED] += engine.serves(distinct(a_prompt(draw)))
             counts[SERVED] += 1
             if draw.random() < 0.7:
