@@ -206,7 +206,7 @@ class Keeper:
         end = self._pool.resident_run(names, 0, len(names))
         deepest = self._pool.find(names[end - 1]) if end else None
         path = () if deepest is None else self._pool.path(deepest, end)
-        if [*map(self._pool.key, path)] != names[:end]:
+        if self._pool.keys_of(path) != names[:end]:
             raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
         return path
 

@@ -216,6 +216,11 @@ class BlockPool:
     def key(self, node: int) -> bytes | None:
         return self._forest.key[node] if self._nodes.state[node] == CACHED else None
 
+    def keys_of(self, nodes: Iterable[int]) -> list[bytes | None]:
+        """`key` of each node."""
+        keys, state = self._forest.key, self._nodes.state
+        return [keys[node] if state[node] == CACHED else None for node in nodes]
+
     def is_placed(self, node: int) -> bool:
         """Whether something can be committed below this node."""
         return self._nodes.state[node] in (CACHED, ABSENT)
