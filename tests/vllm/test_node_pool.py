@@ -134,9 +134,9 @@ def patience(monkeypatch):
     monkeypatch.setattr(takes, "TAKE_SECONDS", PATIENCE)
 
 
-def engine_on(keeper, copies=None, **options):
+def engine_on(keeper, copies=None, dtype="float32", **options):
     extra = {"pool": {"address": keeper.address, "revision": "1"}, "reset": "with_connector", **options}
-    return CachedEngine(folder_of("llama"), copies=copies, engine={"extra": extra})
+    return CachedEngine(folder_of("llama"), copies=copies, engine={"extra": extra, "dtype": dtype})
 
 
 def test_the_next_engine_loads_what_one_has_computed(begin, patience):
@@ -165,6 +165,22 @@ def test_one_damaged_block_shows(begin, patience):
         engine.forget()
         damaged = engine.answer(PROMPTS[:2])
     assert min(differences(damaged, expected[:2])) > TOLERANCE
+
+
+def test_coded_blocks_come_back_as_raw_ones_do(patience, tmp_path):
+    answers = []
+    for codec in "none", "exponent":
+        (folder := tmp_path / codec).mkdir()
+        with starting(folder) as begin_one:
+            keeper = begin_one(NodeKeeper, POOL_BYTES)
+            with engine_on(keeper, dtype="bfloat16", **({} if codec == "none" else {"codec": codec})) as engine:
+                engine.answer(PROMPTS[:2])
+                engine.rest()
+                engine.forget()
+                answers.append(engine.answer(PROMPTS[:2]))
+                assert engine.statistics.store_unfit == 0
+    assert [each.loaded_tokens for each in answers[0] + answers[1]] == [BLOCKS * BLOCK] * 4
+    assert max(differences(*answers)) <= TOLERANCE
 
 
 def test_weights_that_have_changed_find_nothing(begin, patience, tmp_path):
