@@ -95,7 +95,7 @@ class SchedulerHalf:
         self._sessions = Sessions(settings.hashes_per_chunk)
         self._counts = CacheCounts(self.cache, self._sessions.counts)
         self._events: KVEvents | None = None
-        if settings.publishes_events and isinstance(self.cache, CPUPrefixCache):
+        if settings.publishes_events and isinstance(self.cache, CPUPrefixCache):  # a pool has none
             sizes = settings.planner.grid_tokens, settings.hashes_per_chunk
             self._events = KVEvents(self.cache, *sizes, tier_locality=REMOTE if settings.shares_tier else LOCAL)
         self._revision_file = settings.revision_file

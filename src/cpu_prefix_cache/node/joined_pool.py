@@ -15,7 +15,7 @@ from cpu_prefix_cache.memory import mapping
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.messenger import SocketMessenger
 from cpu_prefix_cache.node.seat import Seat
-from cpu_prefix_cache.node.settings import NodePool, name_of
+from cpu_prefix_cache.node.settings import NodePool, name_of, revision_of
 from cpu_prefix_cache.slab.namespace import Namespace
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class JoinedPool:
     @classmethod
     def join(cls, pool: NodePool, planner: HybridChunkPlanner, namespace: Namespace) -> Self:
         """With a seat of its own. `namespace` has all that decides the bytes of a block."""
-        name = name_of(namespace, pool.identity.revision)
+        name = name_of(namespace, revision_of(namespace))
         seat = Seat.of(pool.path, name, planner.host_block_bytes, connect_seconds=pool.connect_seconds)
         return cls(pool, planner, namespace, seat)
 
@@ -62,7 +62,7 @@ class JoinedPool:
             self._seat,
             self._planner.host_block_bytes,
             partial(name_of, self._namespace),
-            self._pool.identity.revision,
+            revision_of(self._namespace),  # of the process that has joined
         )
         return self._messenger
 

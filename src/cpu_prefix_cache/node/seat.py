@@ -72,13 +72,15 @@ class Seat:
 
         Raises ConfigurationError where somebody else is at that address.
         """
-        self._offer = offer = socket.socket(socket.AF_UNIX)
+        offer = socket.socket(socket.AF_UNIX)
         try:
             offer.bind(f"\0{address}")
         except OSError as failed:
+            offer.close()
             raise ConfigurationError(
                 f"another engine of this machine has the name {address} ({failed}); give each its own engine_id"
             ) from failed
+        self._offer = offer
         offer.listen()
         offer.settimeout(GIVE_SECONDS)
         threading.Thread(target=self._give, args=(offer, note), daemon=True, name="keeper-seat").start()

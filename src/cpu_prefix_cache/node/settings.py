@@ -74,6 +74,10 @@ class NodePool:
         return JoinedPool.taken(address, self, planner)
 
 
+def revision_of(namespace: "Namespace") -> str:
+    return str(namespace.spelled["revision"])
+
+
 def name_of(namespace: "Namespace", revision: str | None) -> bytes:
     """The name that a keeper knows it by, with these weights; with None one that nobody else has."""
     if revision is None:

@@ -405,7 +405,7 @@ def options(keeper, pool=None, **changed):
     return {
         "device": SmallEngine(4),
         "groups": groups,
-        "pool": pool or NodePool(keeper.address, model="m", revision="1", connect_seconds=0.3),
+        "pool": pool or NodePool(keeper.address, model="m", revision="1", connect_seconds=PATIENCE),
         "max_model_len": 100,
         "offload": "eager",
         **changed,
