@@ -10,12 +10,18 @@ What is read for hints in SECONDS takes at most the blocks that wants may hold a
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from math import inf
 
 from cpu_prefix_cache.messages.request import Request
 
 SECONDS, MOST = 60.0, 64
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPrompt(Request):
+    """Prompt that a hint expects: nobody has requested it yet."""
 
 
 class Expected:
@@ -25,16 +31,16 @@ class Expected:
         self._blocks = self._left = blocks
         self._since = -inf  # when all of them were left
         self._numbers = count()
-        self._prompts = deque[tuple[Request, float]]()  # with the time of the hint
+        self._prompts = deque[tuple[ExpectedPrompt, float]]()  # with the time of the hint
 
     def __bool__(self) -> bool:
         return bool(self._prompts)
 
     def add(self, keys: Sequence[bytes], num_tokens: int, now: float) -> None:
         if len(self._prompts) < MOST:
-            self._prompts.append((Request(("expected", next(self._numbers)), keys, num_tokens), now))
+            self._prompts.append((ExpectedPrompt(("expected", next(self._numbers)), keys, num_tokens), now))
 
-    def first(self, now: float) -> Request | None:
+    def first(self, now: float) -> ExpectedPrompt | None:
         """The first prompt that is not too old; those before it are forgotten."""
         if now >= self._since + SECONDS:
             self._since, self._left = now, self._blocks

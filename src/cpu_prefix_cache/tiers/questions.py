@@ -21,6 +21,7 @@ from cpu_prefix_cache.messages.tier import Ask, Told
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.tiers.expected import ExpectedPrompt
 
 PROBE_SECONDS = 1.0
 LATE_SECONDS = 1.0  # beyond its deadline a question that nobody has heard of is awaited, and an answer taken in
@@ -31,13 +32,15 @@ LOOKED_AT = 256  # chunks whose checkpoints are looked for, from the deepest on:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """Question about the chunks `keys[depth:stop]`. `is_over`: nobody waits for it."""
+    """Question about the chunks `keys[depth:stop]`. `is_over`: nobody waits for it. `is_counted`: a request does, and
+    no hint of one."""
 
     ask: Ask
     keys: Sequence[bytes]
     asked_at: float
     deadline: float
     is_over: bool = False
+    is_counted: bool = False
 
 
 class Questions:
@@ -73,7 +76,8 @@ class Questions:
             if question is None:
                 return None
             self._of[request.id] = question
-            self.asked += 1
+            question.is_counted = not isinstance(request, ExpectedPrompt)
+            self.asked += question.is_counted
         self.passed(now)
         if question.is_over:
             return None
@@ -168,7 +172,7 @@ class Questions:
     def _over(self, question: Question, *, in_time: bool) -> bool:
         """Nobody waits for it any more. Whether somebody did."""
         has_waited, question.is_over = not question.is_over, True
-        self.unanswered += has_waited and not in_time
+        self.unanswered += has_waited and question.is_counted and not in_time
         return has_waited
 
     def _take_in(self, question: Question, told: Told) -> None:

@@ -4,8 +4,9 @@ import pytest
 
 from cpu_prefix_cache import Hit, Pending
 from cpu_prefix_cache.tiers import expected, tiered_cache
+from cpu_prefix_cache.tiers.questions import LATE_SECONDS
 from property_tests.strategies import chain
-from tests.unit.tiers.small_tier import GRID, Shared, chain_names, with_tier
+from tests.unit.tiers.small_tier import GRID, SECONDS, Shared, chain_names, with_tier
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +133,24 @@ def test_a_store_that_others_write_is_queried_first():
     engine.answers()
     engine.works_off()
     assert here(engine, "abcd") == [True]
+
+
+def test_a_hint_that_a_store_does_not_answer_is_no_request_without_an_answer():
+    engine = Shared(host=32)
+    expects(engine, "abcd")
+    engine.steps_below()
+    engine.now += SECONDS + LATE_SECONDS
+    engine.steps_below()
+    assert engine.asked == ["abcd"] and engine.seen.questions == engine.seen.unanswered == 0
+
+
+def test_control_a_request_that_it_does_not_answer_is_one():
+    engine = Shared(host=32)
+    assert isinstance(engine.asks_as("r", "abcd"), Pending)
+    engine.steps_below()
+    engine.now += SECONDS + LATE_SECONDS
+    engine.steps_below()
+    assert engine.asked == ["abcd"] and engine.seen.questions == engine.seen.unanswered == 1
 
 
 def test_a_reset_forgets_hints():
