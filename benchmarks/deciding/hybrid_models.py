@@ -114,7 +114,7 @@ QWEN_35 = [full(attention(10, 2, 256, 1_056), 1_056), state(delta_net(30, 4), 1_
 BAMBA = [full(attention(3, 8, 128, 528), 528), state(mamba2(29), 528)]
 
 # DeepSeek-V3: 61 layers of MLA, 512 latent and 64 rotary values a token, the same on every rank; 64-token blocks.
-DEEPSEEK_V3 = [full(61 * (512 + 64) * 2 * 64, 64, name="mla", replicated=True)]
+DEEPSEEK_V3 = [full(61 * (512 + 64) * 2 * 64, 64, name="mla", lanes=1)]
 
 # DeepSeek-V4-Flash, fp8: 43 layers, of which 21 compress 4 tokens into one (each with an indexer) and 20 compress 128;
 # all have a window of 128. A compressed token takes 584 bytes (448 fp8 + 64 rotary in 16 bits + 8 scales), an indexer's

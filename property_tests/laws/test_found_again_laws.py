@@ -32,7 +32,7 @@ from tests.unit.tiers.small_tier import Tiered
 
 GRID = 4
 FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
-LATENT = replace(FULL, name="latent", replicated=True)
+LATENT = replace(FULL, name="latent", lanes=1)
 WINDOW = WindowGroup(name="window", block_tokens=2, block_bytes=4096, window_tokens=2 * GRID + 1)
 LOCAL = ChunkLocalGroup(name="local", block_tokens=GRID, block_bytes=4096, window_tokens=3 * GRID)
 STATE = StateGroup(name="state", block_tokens=GRID, block_bytes=4096)

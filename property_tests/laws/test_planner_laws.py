@@ -45,7 +45,7 @@ def groups(draw, kinds: Sequence[type[Group]] = KINDS, blocks=BLOCKS, num_bytes=
         block_tokens=block_tokens,
         block_bytes=draw(num_bytes),
         device_blocks=draw(st.integers(1, 3)),
-        replicated=draw(st.booleans()),
+        lanes=draw(st.sampled_from([None, 1])),
         **options,
     )
 
@@ -111,9 +111,9 @@ def resumed(planner: HybridChunkPlanner, present: int) -> int:
 
 
 def host_blocks(planner: HybridChunkPlanner, group: Group, own_blocks: int) -> int:
-    """How many equal blocks hold so many of a group's blocks: each rank's in its lane, a replicated group's in all."""
+    """How many equal blocks hold so many of a group's blocks: each rank's in its lane, or what all have in all."""
     num_bytes = own_blocks * group.device_blocks * group.block_bytes
-    room = planner.host_block_bytes // (1 if group.replicated else planner.ranks)
+    room = planner.host_block_bytes // (group.lanes or planner.ranks)
     return next(count for count in range(num_bytes + 1) if count * room >= num_bytes)
 
 
@@ -264,15 +264,17 @@ def test_a_conversation_weighs_each_of_its_pieces_once(planner: HybridChunkPlann
     assert (weight == everything) == all_kept
 
 
-@given(planners(kinds=[PrefixGroup], most=1), st.integers(1, 8))
-def test_replicated_groups_are_kept_once_for_all_ranks(planner: HybridChunkPlanner, ranks: int) -> None:
-    def host_bytes(replicated: bool) -> int:
-        group = replace(planner.groups[0], replicated=replicated)
+@given(planners(kinds=[PrefixGroup], most=1), st.integers(1, 8), st.integers(1, 4))
+def test_bytes_that_ranks_have_in_common_are_kept_once(planner: HybridChunkPlanner, holders: int, lanes: int) -> None:
+    ranks = holders * lanes
+
+    def host_bytes(lanes: int | None) -> int:
+        group = replace(planner.groups[0], lanes=lanes)
         return conversation_bytes(HybridChunkPlanner([group], max_model_len=100, ranks=ranks), group.block_tokens)
 
     num_bytes = planner.chunk_bytes
-    assert host_bytes(replicated=False) == ranks * num_bytes
-    assert num_bytes <= host_bytes(replicated=True) < num_bytes + ranks, "no more than the rounding of each lane"
+    assert host_bytes(None) == ranks * num_bytes
+    assert lanes * num_bytes <= host_bytes(lanes) < lanes * num_bytes + ranks, "no more than each lane's rounding"
 
 
 sizes = st.integers(1, 3_000) | st.integers(400, 4_000).map(lambda units: units * 512)
@@ -283,7 +285,7 @@ def test_no_host_block_would_waste_much_less(planner: HybridChunkPlanner) -> Non
     """Every size is tried that is aligned as the pieces are, from the smallest allowed to the largest of use."""
     shares, counts = [], []
     for piece in planner.pieces:
-        shares.append(math.ceil(piece.num_bytes / (planner.ranks if piece.group.replicated else 1)))
+        shares.append(math.ceil(piece.num_bytes * piece.lanes / planner.ranks))
         far = len(piece.group.needed(FAR_CHUNKS * planner.grid_tokens))
         counts.append(max(1, TOKENS_PER_CHECKPOINT // planner.grid_tokens if piece.in_chunk else far))
 

@@ -149,8 +149,8 @@ def test_a_boundary_counts_only_if_the_drafter_could_go_on_from_there():
     assert planner(group(tokens=16)).resumable_chunks(3) == 3
 
 
-def test_a_replicated_group_takes_the_lanes_of_all_ranks():
-    once = planner(group(size=8_000, replicated=True), ranks=8)
+def test_a_group_of_which_all_ranks_have_the_same_takes_all_lanes():
+    once = planner(group(size=8_000, lanes=1), ranks=8)
     each = planner(group(size=8_000), ranks=8)
     assert (once.host_block_bytes, each.host_block_bytes) == (8_000, 64_000)
     assert (once.pieces[0].lanes, each.pieces[0].lanes, each.lane_bytes) == (1, 8, 8_000)

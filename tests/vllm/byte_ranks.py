@@ -2,7 +2,7 @@
 
     rank's memory       one row of bytes for each block, of which layers of all groups see parts, as in vLLM
     a pattern           is the bytes that follow from rank and pattern: no two ranks have the same in a block, but in
-                        a replicated group, such as a latent, in which all have the same
+                        a group such as a latent, in which all, or some, have the same
     the host            a region of each rank, or of the tensor-parallel group, as the settings say
 
 What a block holds is read from its bytes, so nobody finds there what was written on another rank, or in part.
@@ -11,7 +11,7 @@ What a block holds is read from its bytes, so nobody finds there what was writte
 import hashlib
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import pytest
@@ -36,9 +36,10 @@ class BlockMemory:
     """Device memory of one rank, by block: what was written there, if all bytes of its group are there."""
 
     def __init__(
-        self, rank: int, num_blocks: int, groups: Sequence[KVCacheGroupSpec], replicated: Collection[int]
+        self, rank: int, num_blocks: int, groups: Sequence[KVCacheGroupSpec], parts: Mapping[int, int]
     ) -> None:
-        self._rank, self._replicated = rank, replicated
+        """`parts`: of a group of which ranks have the same, which of the different ones this rank has."""
+        self._rank, self._parts = rank, parts
         self._sizes = [_block_bytes(group) for group in groups]
         self._known: dict[bytes, object] = {}
         self.rows = torch.full((num_blocks, max(self._sizes)), POISON, dtype=torch.uint8)
@@ -57,7 +58,8 @@ class BlockMemory:
 
     def _bytes_of(self, pattern: object) -> bytes:
         """A pattern begins with the number of its group."""
-        writer = "every rank" if pattern[0] in self._replicated else self._rank
+        shared = self._parts.get(pattern[0])
+        writer = self._rank if shared is None else ("all that have part", shared)
         written = hashlib.shake_256(repr((writer, pattern)).encode()).digest(self._sizes[pattern[0]])
         return SHAPED.get(pattern[0], bytes)(written)
 
@@ -108,8 +110,9 @@ class ByteRank:
         self.rank = rank
         settings = Settings.of(config, caches)
         kept = zip(settings.group_ids, settings.planner.groups, strict=True)
-        replicated = {at for at, group in kept if group.replicated}
-        self.device = BlockMemory(rank, caches.num_blocks, groups, replicated)
+        ranks = config.parallel_config.tensor_parallel_size
+        parts = {at: rank // (ranks // group.lanes) for at, group in kept if group.lanes is not None}
+        self.device = BlockMemory(rank, caches.num_blocks, groups, parts)
         self.half = WorkerHalf(settings, config, caches)
         self.half.register_kv_caches(self.device.layers(groups))
         self.stored = defaultdict[int, set[int]](set)  # host blocks that stores were to write, by group

@@ -107,6 +107,11 @@ def latent(layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     return _group("latent", layers, MLAAttentionSpec(**HEADS | dict(num_kv_heads=1, block_size=block)))
 
 
+def head(layers: int = 2) -> KVCacheGroupSpec:
+    """One KV head on each rank, of the two that the model has."""
+    return _group("head", layers, FullAttentionSpec(**HEADS | dict(num_kv_heads=1)))
+
+
 def window(tokens: int, layers: int = 2, block: int = BLOCK) -> KVCacheGroupSpec:
     """Every token sees `tokens` of them, itself included."""
     return _group("window", layers, SlidingWindowSpec(**HEADS | dict(block_size=block), sliding_window=tokens))
@@ -502,8 +507,8 @@ class Copy:
 
 @dataclass
 class FakeRank:
-    """`sharers` ranks have one host region together, and deal out stores by the first host block of a piece. Of a piece
-    with lanes each rank has its own: a host block then has what is in each lane, by rank.
+    """`sharers` ranks have one host region together. Of a piece with lanes adjacent ones have the same: a host block
+    then has what is in each lane. Those that have the same deal out stores by the first host block of a piece.
     """
 
     rank: int
@@ -660,14 +665,14 @@ class FakeRank:
             read = {("host", block) for each in load.copies for block in each.host_blocks}
             assert load.id in new.plan.after or new.writes.isdisjoint(read), "written before a load has read it"
 
-    def _in_pieces(self, transfer: object) -> Iterator[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
-        """Whether each piece has lanes, its host blocks and its device blocks."""
+    def _in_pieces(self, transfer: object) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """The lanes of each piece, its host blocks and its device blocks."""
         for copy in transfer.copies:
             here, there = self.pieces[copy.group].host_blocks, self.pieces[copy.group].device_blocks
             assert len(copy.host_blocks) * there == len(copy.device_blocks) * here
             for at in range(len(copy.host_blocks) // here):
                 host, device = slice(at * here, (at + 1) * here), slice(at * there, (at + 1) * there)
-                yield self.pieces[copy.group].lanes > 1, copy.host_blocks[host], copy.device_blocks[device]
+                yield self.pieces[copy.group].lanes, copy.host_blocks[host], copy.device_blocks[device]
 
     def _read(self, transfer: object) -> list[object]:
         """The content of each piece: patterns from the device, parts and their epochs from the host."""
@@ -675,21 +680,26 @@ class FakeRank:
             return [tuple(self.device.get(block) for block in device) for _, _, device in self._in_pieces(transfer)]
         return [[self._in_lane(block, lanes) for block in host] for lanes, host, _ in self._in_pieces(transfer)]
 
-    def _in_lane(self, block: int, has_lanes: bool) -> object:
+    def _in_lane(self, block: int, lanes: int) -> object:
         """The content of a block that this rank reads, whatever was written there."""
         row = self.host[block]
-        return row.get(self.rank, TORN) if has_lanes and isinstance(row, dict) else row
+        return row.get(self._lane(lanes), TORN) if lanes > 1 and isinstance(row, dict) else row
+
+    def _lane(self, lanes: int) -> int:
+        return self.rank % self.sharers * lanes // self.sharers
 
     def _write(self, copy: Copy) -> None:
         if copy.fails:
             return
-        for (has_lanes, host, device), content in zip(self._in_pieces(copy.plan), copy.sources, strict=True):
+        for (lanes, host, device), content in zip(self._in_pieces(copy.plan), copy.sources, strict=True):
             if copy.is_store:
                 written = {block: (Part(at, content), copy.epoch) for at, block in enumerate(host)}
-                if has_lanes:
-                    self.host |= {block: self._row(block) | {self.rank: part} for block, part in written.items()}
-                elif host[0] % self.sharers == self.rank % self.sharers:
-                    self.host |= written
+                holders = self.sharers // lanes
+                if host[0] % holders != self.rank % holders:
+                    continue
+                if lanes > 1:
+                    written = {block: self._row(block) | {self._lane(lanes): part} for block, part in written.items()}
+                self.host |= written
                 continue
             # S7.40
             assert copy.cancelled or all(epoch == copy.epoch for _, epoch in content), "loaded from before a reset"
@@ -768,6 +778,7 @@ class Engine:
         config.speculative_config = drafter
         config.parallel_config.world_size = ranks
         config.parallel_config.tensor_parallel_size = ranks if tensor_parallel else 1
+        config.parallel_config.distributed_executor_backend = "mp" if ranks > 1 else "uni"
         config.parallel_config.decode_context_parallel_size = context_parallel
         config.cache_config.num_gpu_blocks = device_blocks
         config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in caches.kv_cache_groups)

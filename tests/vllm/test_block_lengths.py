@@ -102,7 +102,7 @@ def test_deepseek_v4_has_blocks_of_4_to_256_tokens(tmp_path):
     planner = planner_for(config, caches)
     assert (planner.grid_tokens, resolve_kv_cache_block_sizes(caches, config)[1]) == (256, 4)
     assert {group.block_tokens for group in planner.groups} == {4, 8, 64, 256}
-    assert all(group.replicated for group in planner.groups)
+    assert all(group.lanes == 1 for group in planner.groups)
     kept = [planner.groups[at.group].block_tokens for at in planner.checkpoint(9)]
     assert {
         block: kept.count(block) // sum(g.block_tokens == block for g in planner.groups) for block in set(kept)

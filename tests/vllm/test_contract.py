@@ -45,6 +45,7 @@ TOUCHED = {
         "rank",
         "world_size",
         "local_world_size",
+        "nnodes",
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "decode_context_parallel_size",

@@ -254,7 +254,7 @@ def test_windows_that_all_have_lie_beside_latents_that_ranks_divide(tmp_path):
     fields = dict(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32, sliding_window=9)
     drafter.kv_cache_spec = SlidingWindowMLASpec(**fields, dcp_sharded=False)
     with engine_of(tmp_path, [latent(), drafter], ranks=4, context_parallel=2) as engine:
-        assert [group.replicated for group in engine.cache.planner.groups] == [False, True]
+        assert [group.lanes for group in engine.cache.planner.groups] == [None, 1]
         assert (engine.cache.planner.ranks, engine.grid) == (4, 2 * BLOCK)
         engine.run(PROMPT)
         forget_the_device(engine)
@@ -410,7 +410,7 @@ def carries(rank, folder, file, told):
     config.parallel_config.rank, config.cache_config.num_gpu_blocks = rank, 48
     caches = KVCacheConfig(48, [], KIMI)
     half = WorkerHalf(Settings.of(config, caches), config, caches)
-    memory = BlockMemory(rank, 48, KIMI, replicated=[0])
+    memory = BlockMemory(rank, 48, KIMI, parts={0: 0})
     half.register_kv_caches(memory.layers(KIMI))
     latents, states = half._settings.planner.pieces
     blocks = {0: range(1, 9), 1: range(9, 17)}

@@ -111,12 +111,13 @@ def test_every_rank_has_all_of_a_load():
 
 @st.composite
 def mixed(draw):
-    """How many ranks, and pieces of which each has its own, or all have the same."""
-    ranks, lane_bytes = draw(st.integers(2, 4)), draw(st.integers(1, 40))
+    """How many ranks, and pieces of which each has its own, some have the same, or all."""
+    holders, parts, lane_bytes = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
+    ranks = holders * parts
     pieces = []
     for name in "abc"[: draw(st.integers(1, 3))]:
         group = PrefixGroup(name=name, block_tokens=1, block_bytes=draw(st.integers(1, 200)))
-        lanes = draw(st.sampled_from([1, ranks]))
+        lanes = draw(st.sampled_from([1, parts, ranks]))
         width = -(-group.block_bytes * lanes // (lane_bytes * ranks))
         pieces.append(Piece(group, 1, width, group.block_bytes, lanes))
     return RankShapes(tuple(pieces), ranks * lane_bytes, ranks)
@@ -142,7 +143,7 @@ def test_each_rank_reads_what_all_have_and_what_it_has_written_itself(shapes, ra
         ReferenceCopier(shapes.by_lane(), [[part] for part in parts], lanes).copy(direction, mine)
 
     written = [
-        [randoms(DEVICE_PIECES, piece.num_bytes, seed=rank if piece.lanes > 1 else 9) for piece in pieces]
+        [randoms(DEVICE_PIECES, piece.num_bytes, seed=rank * piece.lanes // len(ranks)) for piece in pieces]
         for rank in ranks
     ]
     for rank in ranks:

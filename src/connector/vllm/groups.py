@@ -19,8 +19,9 @@ layers of this rank take.
 A spec's block is that of one rank. Under decode context parallelism the ranks divide the tokens of full attention and
 MLA among them, and the scheduler's block covers those of all; under prefill context parallelism alone all have all.
 
-The ranks of a tensor-parallel group have the same bytes in *replicated* groups (a latent of which they divide no
-tokens), and share a region if there is one. If there are others beside it, host blocks are rows of a lane for each.
+The ranks of a tensor-parallel group share a region if they have the same bytes in a group: all of them a latent of
+which they divide no tokens, some of them a KV head (`heads.py`). Host blocks are rows of as many lanes as there are
+ranks with bytes of their own.
 """
 
 import math
@@ -38,6 +39,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from connector.vllm import versions
+from connector.vllm.heads import different_heads
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import (
     RAW,
@@ -80,14 +82,22 @@ def planner_for(
     ranks = vllm_config.parallel_config.decode_context_parallel_size
     specs = [kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in planned_group_ids(kv_cache_config)]
     divided = [_divided(group, spec, ranks) for group, spec in zip(groups, specs, strict=True)]
-    is_mixed = len({group.replicated for group in divided}) == 2
+    heads = different_heads(vllm_config)
+    shared = [_with_heads(group, spec, heads) for group, spec in zip(divided, specs, strict=True)]
     return HybridChunkPlanner(
-        divided,
+        shared,
         max_model_len=vllm_config.model_config.max_model_len,
         grid_tokens=grid,
-        ranks=vllm_config.parallel_config.tensor_parallel_size if is_mixed else 1,
+        ranks=_row_lanes(shared, vllm_config.parallel_config.tensor_parallel_size),
         in_pages=in_pages,
     )
+
+
+def _row_lanes(groups: Sequence[Group], ranks: int) -> int:
+    """The lanes of a host block; 1 if each rank has a region of its own."""
+    if all(group.lanes is None for group in groups):
+        return 1
+    return math.lcm(*(group.lanes or ranks for group in groups))
 
 
 def _check_lengths(groups: Sequence[Group], grid: int) -> None:
@@ -129,8 +139,8 @@ def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
 
 
 def has_replicas(planner: HybridChunkPlanner) -> bool:
-    """Whether all ranks of a tensor-parallel group hold the same bytes, in some groups at least."""
-    return any(group.replicated for group in planner.groups)
+    """Whether ranks of a tensor-parallel group hold the same bytes, in some groups at least."""
+    return any(group.lanes is not None for group in planner.groups)
 
 
 def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -198,7 +208,13 @@ def _divided(group: Group, spec: KVCacheSpec, ranks: int) -> Group:
             f"group {group.name!r} is neither full attention nor MLA, and vLLM divides the tokens of no others; start "
             "it with --decode-context-parallel-size 1"
         )
-    return replace(group, block_tokens=tokens, replicated=False)
+    return replace(group, block_tokens=tokens, lanes=None)
+
+
+def _with_heads(group: Group, spec: Any, heads: int | None) -> Group:
+    """The group where the ranks have so many different KV heads, if not None: then each has one."""
+    has_heads = group.lanes is None and not group.is_state and spec.num_kv_heads == 1
+    return replace(group, lanes=heads) if heads is not None and has_heads else group
 
 
 def _dtypes(group: KVCacheGroupSpec) -> set[str]:
@@ -272,9 +288,9 @@ def _window(spec: Any, **more: Any) -> Kept:
 
 _KNOWN: dict[str, Callable[[Any], Kept]] = {
     "FullAttentionSpec": lambda spec: (PrefixGroup, {}),
-    "MLAAttentionSpec": lambda spec: (PrefixGroup, {"replicated": True}),
+    "MLAAttentionSpec": lambda spec: (PrefixGroup, {"lanes": 1}),
     "SlidingWindowSpec": _window,
-    "SlidingWindowMLASpec": partial(_window, replicated=True),
+    "SlidingWindowMLASpec": partial(_window, lanes=1),
     "ChunkedLocalAttentionSpec": lambda spec: (ChunkLocalGroup, {"window_tokens": spec.attention_chunk_size}),
     "MambaSpec": _state,
     "CircularBufferSpec": lambda spec: (None, {}),  # vLLM rebuilds it

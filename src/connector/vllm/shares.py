@@ -1,15 +1,16 @@
 """The part of a step's plan that one rank copies. The plan itself is the same for all ranks.
 
 groups   A pipeline stage has some of the model's groups, and numbers them from 0. Copies of other groups are left out.
-pieces   Ranks that hold the same bytes share one host region. Each piece of a store is written by one rank, chosen by
-         its position in the region, so that all links carry an equal share, unless pieces of other groups lie between.
-         Every rank reads all pieces of a load.
-lanes    Where each rank has bytes of its own beside these, a host block is a row of lanes. What is the same on all
-         ranks takes whole rows, and of the rest each rank its lane of them, to write and to read.
+pieces   Ranks that hold the same bytes share one host region. Each piece of a store is written by one of them, chosen
+         by its position in the region, so that all links carry an equal share, unless pieces of other groups lie
+         between. Each of them reads all pieces of a load.
+lanes    Where not all ranks have the same, a host block is a row of lanes. What is the same on all ranks takes whole
+         rows; a KV head that some adjacent ranks have, theirs; and of the rest each rank its lane.
 
                        lane 0   lane 1   lane 2   lane 3
             block 0  [ latent of chunk 0                 ]    to a copier these are blocks 0, 1, 2 and 3
-            block 1  [ state ][ state ][ state ][ state  ]    4, 5, 6 and 7
+            block 1  [ head 0         ][ head 1          ]    4, 5, 6 and 7
+            block 2  [ state ][ state ][ state ][ state  ]    8, 9, 10 and 11
 
 If nothing of a transfer is left, this rank copies nothing and reports it as done at once.
 """
@@ -60,18 +61,21 @@ class Share:
 
     def _dealt(self, copy: GroupCopy) -> GroupCopy:
         piece = self.pieces[copy.group]
-        return copy if piece.lanes > 1 else written_by(copy, piece, self.rank, self.ranks)
+        holders = self.ranks // piece.lanes  # of the same bytes
+        return copy if holders == 1 else written_by(copy, piece, self.rank % holders, holders)
 
     def _by_lane(self, copy: GroupCopy) -> GroupCopy:
-        lanes = range(self.lanes) if self.pieces[copy.group].lanes == 1 else (self.rank,)
+        parts = self.pieces[copy.group].lanes
+        part, width = self.rank * parts // self.ranks, self.lanes // parts
+        lanes = range(part * width, (part + 1) * width)
         return copy._replace(host_blocks=tuple(block * self.lanes + at for block in copy.host_blocks for at in lanes))
 
 
 def written_by(copy: GroupCopy, piece: Piece, rank: int, ranks: int) -> GroupCopy:
-    """The part of `copy` that this rank writes.
+    """The part of `copy` that rank `rank` of `ranks` with the same bytes writes.
 
     >>> from cpu_prefix_cache.model.groups import PrefixGroup
-    >>> group = PrefixGroup(name="mla", block_tokens=16, block_bytes=100, replicated=True)
+    >>> group = PrefixGroup(name="mla", block_tokens=16, block_bytes=100, lanes=1)
     >>> written_by(GroupCopy(0, (4, 5, 6, 9), (1, 2, 3, 7)), Piece(group, 1, 1, 100), rank=1, ranks=2)
     GroupCopy(group=0, host_blocks=(5, 9), device_blocks=(2, 7), labels=())
     """

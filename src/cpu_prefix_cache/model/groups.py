@@ -31,7 +31,8 @@ class Group(ABC):
 
     `block_tokens` is how many tokens one block of the group covers, or how many lie between two pages of a state. It
     takes `device_blocks` device blocks of `block_bytes`: all layers and parts (K, V, scales) of the group on one rank.
-    A `replicated` group has the same bytes on every rank. `codec` names the form in which the host keeps it (codec.py).
+    Of each block the ranks have `lanes` different ones: 1 where it is the same on all, None where each has its own.
+    `codec` names the form in which the host keeps it (codec.py).
 
     A class has a `kind`, `needed`, and as fields the numbers of its rule, which `spelled` names.
 
@@ -48,7 +49,7 @@ class Group(ABC):
     block_tokens: int
     block_bytes: int
     device_blocks: int = 1
-    replicated: bool = False
+    lanes: int | None = None
     codec: str = RAW
 
     def __post_init__(self) -> None:
@@ -56,6 +57,8 @@ class Group(ABC):
             value, least = getattr(self, field.name), 1 if field.default is MISSING else field.default
             if field.type in (int, "int") and not is_whole(value, least):
                 raise ConfigurationError(f"group {self.name!r} needs {field.name} of at least {least}, got {value!r}")
+        if self.lanes is not None and not is_whole(self.lanes, 1):
+            raise ConfigurationError(f"group {self.name!r} needs lanes of at least 1, or None, got {self.lanes!r}")
         try:
             self.form.kept_bytes(self.block_bytes)
         except ConfigurationError as error:

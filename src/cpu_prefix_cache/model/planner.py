@@ -37,7 +37,7 @@ FAR_CHUNKS = 2**20 * 3**3 * 5**2 * 7 - 1
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Unit of what one group keeps: `num_bytes` on each rank, as the host keeps them, `device_blocks` blocks there and
-    `host_blocks` here. These are divided into `lanes` of the ranks; a single one if all ranks have the same bytes."""
+    `host_blocks` here. These are divided into `lanes`, one for each rank, or for all that have the same bytes."""
 
     group: Group
     device_blocks: int
@@ -63,12 +63,13 @@ class HybridChunkPlanner:
     """The arithmetic of one model's cache. It knows no pool and no request.
 
     `grid_tokens` is the engine's own hit granularity; without it, the least common multiple of the groups' blocks.
-    A host block, of `host_block_bytes` bytes, is a row of `ranks` lanes. A piece of a replicated group, the same on all
-    ranks, takes whole rows; of another group each rank has one, which takes its lane of them. With `in_pages` lanes are
-    whole pages of PAGE_BYTES, as a file tier needs them.
+    A host block, of `host_block_bytes` bytes, is a row of `ranks` lanes. A piece that is the same on all ranks takes
+    whole rows; of another each rank has one, which takes its lane of them; and one that several ranks have, their
+    lanes. With `in_pages` lanes are whole pages of PAGE_BYTES, as a file tier needs them.
 
     Raises ConfigurationError, naming the group to change, when the groups have no common boundary up to
-    `max_model_len`, when `grid_tokens` is not a multiple of a group's block, or there are no groups.
+    `max_model_len`, when `grid_tokens` is not a multiple of a group's block, the lanes of a group do not divide those
+    of a row, or there are no groups.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class HybridChunkPlanner:
         if not self.groups:
             raise ConfigurationError("a model needs at least one group of KV state to cache")
         self.ranks = ranks
+        _check_lanes(self.groups, ranks)
         self.grid_tokens = _common_grid(self.groups, max_model_len, grid_tokens)
         self._blocks_per_chunk = tuple(self.grid_tokens // group.block_tokens for group in self.groups)
         self._piece_blocks = tuple(  # device blocks to a piece
@@ -213,7 +215,7 @@ class HybridChunkPlanner:
 
     def _lanes(self, at: int) -> int:
         """How many pieces with bytes of their own all ranks together hold where one rank holds one."""
-        return 1 if self.groups[at].replicated else self.ranks
+        return self.groups[at].lanes or self.ranks
 
     def _piece(self, at: int) -> Piece:
         group = self.groups[at]
@@ -256,6 +258,14 @@ class HybridChunkPlanner:
             candidates.update(math.ceil(size / (each * alignment)) * alignment for each in parts)
         taken = {each: host_bytes(each) for each in candidates}
         return max(each for each in taken if taken[each] <= min(taken.values()) * (1 + SMALL_WASTE))
+
+
+def _check_lanes(groups: Sequence[Group], ranks: int) -> None:
+    for group in groups:
+        if group.lanes is not None and ranks % group.lanes:
+            raise ConfigurationError(
+                f"group {group.name!r} has {group.lanes} lanes, which do not divide {ranks} of a row"
+            )
 
 
 def _common_grid(groups: Sequence[Group], max_model_len: int, grid_tokens: int | None) -> int:

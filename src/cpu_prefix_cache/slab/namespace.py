@@ -103,4 +103,6 @@ def _geometry(planner: HybridChunkPlanner) -> Iterator[tuple[str, Value]]:
         yield f"group {at} device blocks", piece.device_blocks
         yield f"group {at} host blocks", piece.host_blocks
         yield f"group {at} piece bytes", piece.num_bytes
-        yield f"group {at} replicated", int(group.replicated)
+        yield f"group {at} replicated", int(group.lanes == 1)
+        if group.lanes is not None and group.lanes > 1:
+            yield f"group {at} lanes", group.lanes

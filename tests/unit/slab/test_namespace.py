@@ -32,7 +32,7 @@ OTHERS = {
 
 # One group of each kind.
 EVERY_KIND = (
-    PrefixGroup(name="full", block_tokens=32, block_bytes=4096, lookahead_tokens=1, replicated=True),
+    PrefixGroup(name="full", block_tokens=32, block_bytes=4096, lookahead_tokens=1, lanes=1),
     WindowGroup(name="window", window_tokens=40, extra_tokens=3, block_tokens=16, block_bytes=8192),
     ChunkLocalGroup(name="local", window_tokens=64, block_tokens=16, block_bytes=8192, device_blocks=2),
     StateGroup(name="state", block_tokens=32, block_bytes=20_000),
