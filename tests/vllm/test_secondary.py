@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -128,6 +129,26 @@ def test_a_reset_waits_for_what_is_being_written(server, monkeypatch):
     server.compute("ab", waits=False)
     server.reset(weights="2")  # in which vLLM asserts that no job is left
     assert server.ask("ab") == ".."
+
+
+def test_requests_compute_what_a_disk_that_hangs_does_not_bring(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier, "STALL_SECONDS", 0.2)
+    goes_on, read = threading.Event(), Slab.read
+
+    def hangs(*arguments):
+        refused = read(*arguments)
+        goes_on.wait()
+        return refused
+
+    with closing(Server(ours(tmp_path))) as server:
+        server.compute("ab")
+        monkeypatch.setattr(Slab, "read", hangs)
+        try:
+            assert server.ask("ab") == ".."
+        finally:
+            goes_on.set()
+        server.compute("ab")
+        assert server.ask("ab") == "ab"
 
 
 def test_a_job_that_lost_a_chunk_names_the_others(server):

@@ -12,7 +12,8 @@ vLLM's manager has all of its host memory in one view, a row for each chunk, and
     drain_jobs          all must end; a reset, which is the only caller, follows
 
 A row holds what all ranks have of a chunk, and its bytes are those of a slot: for the tier there is one rank, and a
-thread of its own writes and reads its files. vLLM does not notify a tier of new weights, only of resets.
+thread of its own writes and reads its files. vLLM does not notify a tier of new weights, only of resets. Requests wait
+until a load has ended, so one whose files hang ends without them.
 """
 
 import json
@@ -48,6 +49,7 @@ from cpu_prefix_cache.tier import CRYPTOGRAPHIC, RankPart, weights_in
 DIGEST_BYTES = 32  # of the digests that CRYPTOGRAPHIC names
 START_SECONDS = 5.0  # the start takes in so long what the files hold; the rest comes step by step
 PAUSE_SECONDS = 0.002
+STALL_SECONDS = 10.0  # without a byte from the files, loads are given up
 RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 WITH_CONNECTOR, NEVER = "with_connector", "never"
 
@@ -87,7 +89,7 @@ class PrefixCacheTier(SecondaryTierManager):
             row_namespace(below, config, self._row_bytes),
             region,
             [_piece(number, self._row_bytes) for number in range(groups)],
-            RankPart(slots),
+            RankPart(slots, stall_seconds=STALL_SECONDS),
         )
         self._jobs: dict[int, TransferJob] = {}
         self._finished: list[JobResult] = []

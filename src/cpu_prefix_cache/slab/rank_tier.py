@@ -36,14 +36,20 @@ class Source(Protocol):
 
 class RankTier:
     """Owns what is `below`, and `source`. `region` is the host memory of this rank, uint8 [host blocks, slot bytes].
-    `pieces` are the planner's. One thread calls it.
+    `pieces` are the planner's. Loads are given up when reads stall for `stall_seconds`. One thread calls it.
     """
 
     def __init__(
-        self, below: Below, region: torch.Tensor, pieces: Sequence[Piece], rank: int, source: Source | None = None
+        self,
+        below: Below,
+        region: torch.Tensor,
+        pieces: Sequence[Piece],
+        rank: int,
+        source: Source | None = None,
+        stall_seconds: float | None = None,
     ) -> None:
         self._below, self._source = below, source
-        self._copier = TierCopier(below, region, pieces)
+        self._copier = TierCopier(below, region, pieces, stall_seconds)
         self._worker = CopyWorker(rank, self._copier)
         self._loads: dict[int, list[Refused]] = {}  # what each load that is not resolved reads
 

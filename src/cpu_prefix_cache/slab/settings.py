@@ -78,7 +78,8 @@ class FileTier(Tier):
         )
         slab = Slab(folder)
         with unlocked_on_failure(slab):
-            return RankTier(slab, region, pieces, part.rank, None if part.rank else RestartScan(slab, pieces))
+            source = None if part.rank else RestartScan(slab, pieces)
+            return RankTier(slab, region, pieces, part.rank, source, part.stall_seconds)
 
     def __str__(self) -> str:
         return f"a tier of {self.bytes / 2**30:,.1f} GiB in {self.folder}"

@@ -32,12 +32,16 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can
 
 
 class RankPart(NamedTuple):
-    """The part of a tier that `rank` has: `slots` slots, as number `number` of the `owners`."""
+    """The part of a tier that `rank` has: `slots` slots, as number `number` of the `owners`.
+
+    A load is given up when reads of files stall for `stall_seconds`; None: never. Those of a store end by themselves.
+    """
 
     slots: int
     rank: int = 0
     number: int = 0
     owners: int = 1
+    stall_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

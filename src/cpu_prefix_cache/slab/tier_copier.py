@@ -2,7 +2,8 @@
 
     submit   checks all ids, cuts the transfer into slices, and returns
     threads  each takes a slice: some MiB, so that loads get their turn
-    end      when all slices have ended; a transfer has failed if one of them raised
+    end      when all slices have ended; a transfer has failed if one of them raised, and a load that may be given up
+             if no load has read anything for some seconds, whatever its threads do (landing.py)
 
 A transfer goes in the order of its slots, so that a slice has adjacent ones.
 Of a store, what lies behind a piece in its host blocks, in each of their lanes, is zeroed first: bytes of an earlier
@@ -14,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -31,8 +33,9 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
 from cpu_prefix_cache.messages.tier import READ_BYTES
 from cpu_prefix_cache.model.planner import Piece
-from cpu_prefix_cache.slab.below import Below
+from cpu_prefix_cache.slab.below import Below, address_of
 from cpu_prefix_cache.slab.jobs import Jobs
+from cpu_prefix_cache.slab.landing import GivenUp, Landing
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.slab.records import check_label
 
@@ -41,6 +44,7 @@ THREADS = (
 )
 STORING = 2  # of these threads, so that reads need not wait for writes
 SLICE_BYTES = READ_BYTES // THREADS  # at most
+STALL_LOOK_SECONDS = 0.25  # between two looks of who waits for an end
 
 Refused = tuple[int, int]  # slot and generation
 
@@ -71,12 +75,15 @@ class TierCopier(Copier):
     host blocks. `pieces` are the planner's.
 
     `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
-    removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends.
+    removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends. A load is given
+    up when reads stall for `stall_seconds`; None: never.
 
     Raises ConfigurationError when the region does not fit.
     """
 
-    def __init__(self, below: Below, region: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, below: Below, region: torch.Tensor, pieces: Sequence[Piece], stall_seconds: float | None = None
+    ) -> None:
         self._region, self.block_bytes = _Region(region), below.slot_bytes
         if self._region.block_bytes != self.block_bytes:
             raise ConfigurationError(
@@ -91,6 +98,8 @@ class TierCopier(Copier):
         self.below, self._pieces = below, tuple(pieces)
         self.refused: set[Refused] = set()
         self._num_refused = 0
+        self._landing = None if stall_seconds is None else Landing(max(SLICE_BYTES, self.block_bytes))
+        self._reads = _Reads(stall_seconds)
         self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
         both = Direction.LOAD, Direction.STORE
@@ -110,8 +119,9 @@ class TierCopier(Copier):
         meter = self._meters[direction]
         undo = partial(self.below.forget, [entry.slot for entry in entries]) if direction is Direction.STORE else None
         act = self._store if direction is Direction.STORE else self._load
-        work = [partial(act, part) for part in slices]
-        transfer = _Transfer(len(slices), after, meter, undo)
+        reads = self._reads if direction is Direction.LOAD else None
+        transfer = _Transfer(len(slices), after, meter, undo, reads)
+        work = [partial(act, transfer, part) for part in slices]
         meter.begin()
         try:
             self._jobs.put(direction, [partial(transfer.run, each) for each in work])
@@ -166,14 +176,20 @@ class TierCopier(Copier):
         threads = STORING if direction is Direction.STORE else THREADS
         return max(1, min(-(-blocks // threads), SLICE_BYTES // self.block_bytes))
 
-    def _store(self, entries: Sequence[Entry]) -> int:
+    def _store(self, transfer: "_Transfer", entries: Sequence[Entry]) -> int:
         for block, begin, end in self._tails(entries):
             self._region.zero(block, begin, end)
         self.below.write(*self._columns(entries))
         return len(entries) * self.block_bytes
 
-    def _load(self, entries: Sequence[Entry]) -> int:
-        lost = set(self.below.read(*self._columns(entries)))
+    def _load(self, transfer: "_Transfer", entries: Sequence[Entry]) -> int:
+        slots, views, labels = self._columns(entries)
+        if self._landing is None:
+            lost = set(self.below.read(slots, views, labels))
+        else:
+            landed = self._landing.views(len(entries), self.block_bytes)
+            lost = set(self.below.read(slots, landed, labels))
+            transfer.land(landed, views)
         refused = [entry for entry in entries if entry.slot in lost]
         self.refused.update((entry.slot, entry.label.generation) for entry in refused)
         self._num_refused += len(refused)
@@ -195,11 +211,35 @@ class TierCopier(Copier):
         return tails
 
 
-class _Transfer(Event):
-    """Ended when `slices` slices have. What one of them raises keeps the others from beginning; `undo` follows."""
+class _Reads:
+    """When loads have last read something. They stall after `seconds` without that; None: nobody asks."""
 
-    def __init__(self, slices: int, after: Event, meter: RateMeter, undo: Callable[[], object] | None) -> None:
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self._last = seconds, 0.0
+
+    def moved(self) -> None:
+        self._last = time.monotonic()
+
+    def stall(self, since: float) -> bool:
+        return self._seconds is not None and time.monotonic() >= max(self._last, since) + self._seconds
+
+
+class _Transfer(Event):
+    """Ended when `slices` slices have. What one of them raises keeps the others from beginning; `undo` follows.
+
+    A load has ended when its `reads` stall, too. From then on it does not write to host memory.
+    """
+
+    def __init__(
+        self,
+        slices: int,
+        after: Event,
+        meter: RateMeter,
+        undo: Callable[[], object] | None,
+        reads: _Reads | None = None,
+    ) -> None:
         self._left, self._after, self._meter, self._undo = slices, after, meter, undo
+        self._reads, self._since = reads, time.monotonic()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
 
@@ -209,6 +249,8 @@ class _Transfer(Event):
             if self._error is None:
                 self._after.until_passed()
                 self._meter.moved(work())
+                if self._reads is not None:
+                    self._reads.moved()
         except BaseException as error:
             self._error = self._error or error
             if not isinstance(error, Exception):
@@ -220,15 +262,30 @@ class _Transfer(Event):
             if is_last:
                 self._finish()
 
+    def land(self, landed: Sequence[memoryview], views: Sequence[memoryview]) -> None:
+        """Copy what a slice has read to host memory. Raises GivenUp if nobody waits for it any more."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            for source, target in zip(landed, views, strict=True):
+                ctypes.memmove(address_of(target), address_of(source), len(source))
+
     def passed(self) -> bool:
+        if self._reads is not None and not self._ended.is_set() and self._reads.stall(self._since):
+            self._give_up()
         if not self._ended.is_set():
             return False
         self._raise()
         return True
 
     def until_passed(self) -> None:
-        self._ended.wait()
-        self._raise()
+        while not self.passed():
+            self._ended.wait(STALL_LOOK_SECONDS)
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._error = self._error or GivenUp("reads have stalled")
+        self._ended.set()
 
     def _finish(self) -> None:
         try:

@@ -17,6 +17,7 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab import tier_copier as module
 from cpu_prefix_cache.slab.jobs import Jobs
+from cpu_prefix_cache.slab.landing import GivenUp
 from cpu_prefix_cache.slab.meter import WINDOW_BYTES, RateMeter
 from cpu_prefix_cache.slab.tier_copier import TierCopier
 from tests.support.threads import eventually
@@ -384,3 +385,74 @@ def test_memory_at_a_page_is_read_and_written_directly_as_before(tmp_path):
     assert slab.is_direct == before
     copier.close()
     slab.close()
+
+
+# Reads that stall
+
+
+@pytest.fixture
+def hanging(slab, monkeypatch):
+    """Reads end when this is set."""
+    goes_on, read = threading.Event(), slab.read
+
+    def hangs(*arguments):
+        refused = read(*arguments)
+        goes_on.wait()
+        return refused
+
+    monkeypatch.setattr(slab, "read", hangs)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_load_whose_reads_stall_is_given_up_and_writes_nothing_afterwards(slab, host, hanging):
+    copier = TierCopier(slab, host, PIECES, stall_seconds=0.1)
+    fill(host)
+    copier.copy(STORE, [copy([4, 5], [0, 1])])
+    load = copier.submit(LOAD, [copy([4, 5], [2, 3])], Passed())
+    with pytest.raises(GivenUp):
+        load.until_passed()
+    host.fill_(POISON)  # the blocks are somebody else's now
+    hanging.set()
+    copier.close()
+    assert set(host.flatten().tolist()) == {POISON}
+
+
+def test_control_a_load_that_nobody_may_give_up_is_waited_for(copier, host, hanging):
+    fill(host)
+    copier.copy(STORE, [copy([4, 5], [0, 1])])
+    load = copier.submit(LOAD, [copy([4, 5], [2, 3])], Passed())
+    time.sleep(0.3)
+    assert not load.passed()
+    hanging.set()
+    load.until_passed()
+    assert host[2:4].equal(host[:2])
+
+
+def test_a_load_that_may_be_given_up_brings_its_bytes(slab, host):
+    copier = TierCopier(slab, host, PIECES, stall_seconds=10.0)
+    fill(host)
+    copier.copy(STORE, [copy(range(4, 14), range(10))])
+    kept = host[:10].clone()
+    host.fill_(POISON)
+    copier.copy(LOAD, [copy(range(4, 14), range(10))])
+    assert host[:10].equal(kept)
+    copier.close()
+
+
+def test_a_load_behind_others_is_not_given_up_while_these_are_read(slab, host, monkeypatch):
+    """Each slice takes less than the stall, and all together more."""
+    monkeypatch.setattr(module, "THREADS", 1)
+    monkeypatch.setattr(module, "SLICE_BYTES", BLOCK)
+    read = slab.read
+
+    def slowly(*arguments):
+        time.sleep(0.1)
+        return read(*arguments)
+
+    copier = TierCopier(slab, host, PIECES, stall_seconds=1.0)
+    fill(host)
+    copier.copy(STORE, [copy(range(4, 16), range(12))])
+    monkeypatch.setattr(slab, "read", slowly)
+    copier.copy(LOAD, [copy(range(4, 16), range(12))])
+    copier.close()
