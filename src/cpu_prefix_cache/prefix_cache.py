@@ -382,13 +382,19 @@ class CPUPrefixCache:
         Transfers in flight resolve as usual and register nothing. Nothing more is stored for running requests, whose
         tokens from before the reset must not be used either.
         """
-        self.edge.reset()
-        self._running.make_stale()
+        self._begin_anew()
 
     def turn_off(self) -> None:
-        """Miss every lookup and store nothing from now on. Transfers in flight resolve as after a reset."""
+        """Miss every lookup and store nothing from now on. Transfers in flight resolve as after a reset. What is below
+        the host is as right as before, and stays.
+        """
         self.edge.is_off = True
-        self.reset()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The host forgets all that it has."""
+        self.edge.reset()
+        self._running.make_stale()
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds. `min_load_tokens` may follow from it."""

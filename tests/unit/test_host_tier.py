@@ -5,6 +5,7 @@ what the first one left. Logits are compared, and a copier that damages what it 
 """
 
 import errno
+import functools
 import os
 import shutil
 import sys
@@ -21,7 +22,7 @@ from cpu_prefix_cache.memory import claims
 from cpu_prefix_cache.slab import allocation, opening
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.stores import opening as stores_opening
-from cpu_prefix_cache.testing import MemoryStore
+from cpu_prefix_cache.testing import FailingCopier, MemoryStore
 from cpu_prefix_cache.tier import TierUnavailable
 from tests.support.troubled_copiers import COPIERS
 from tiny_model import answer_alone
@@ -91,6 +92,19 @@ def test_a_second_engine_finds_what_the_first_one_left(tmp_path, mode):
     assert wrong == []
     assert seen.found > HOST_BLOCKS, "lazy writes at the end what only the host had"
     assert seen.hit_tokens > seen.found * BLOCK_TOKENS / 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_that_turns_off_leaves_the_files_to_the_next_engine(tmp_path, mode):
+    found = []
+    for copies in (None, FailingCopier, None):
+        wrap = None if copies is None else functools.partial(copies, share=1.0)
+        engine = engine_with(tier(tmp_path, offload=mode), wrap_copier=wrap, strict=False)
+        wrong, seen = serve(engine)
+        assert wrong == [] and engine.host.cache.is_off == (copies is not None)
+        found.append(seen.found)
+        engine.host.close()
+    assert found[2] >= found[1] > HOST_BLOCKS and seen.hit_tokens > found[2] * BLOCK_TOKENS / 2
 
 
 def test_chunks_that_only_the_host_has_are_written_at_the_end(tmp_path):

@@ -268,6 +268,10 @@ class TierCache:
     def is_flushed(self) -> bool:
         return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
 
+    def host_begins_anew(self) -> None:
+        """The host has forgotten all. What is written by now of it is right."""
+        self.demotion.reset()
+
     def reset(self, revision: str | None = None) -> None:
         self.edge.reset()
         self._revision = revision

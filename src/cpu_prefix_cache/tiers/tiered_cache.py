@@ -433,10 +433,6 @@ class TieredCache(CPUPrefixCache):
             check_text("the revision of a reset", revision)
         super().reset()
         self.below.reset(revision)
-        if self._ahead is not None:
-            self._end_ahead(self._ahead)
-        for want in list(self._open):
-            self._end_want(want)
 
     @property
     def has_transfers(self) -> bool:
@@ -468,6 +464,14 @@ class TieredCache(CPUPrefixCache):
         assert self._promoted == promoted <= self._budget, "promoted blocks are miscounted, or more than may be"
 
     # Details
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self.below.host_begins_anew()
+        if self._ahead is not None:
+            self._end_ahead(self._ahead)
+        for want in list(self._open):
+            self._end_want(want)
 
     def _is_elsewhere(self, key: bytes) -> bool:
         return super()._is_elsewhere(key) or self.below.pool.find(key) is not None
