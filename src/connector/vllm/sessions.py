@@ -4,7 +4,8 @@
     a hint names the session               found: the tier may read ahead what it has under these keys
 
 A session has the `cache_salt` of its requests, and a hint those of other requests: with another salt it is not found.
-Keys are 70 bytes each with their place in a list; of the sessions that ended longest ago none are kept.
+A key of sha256 takes 90 bytes with its place in the list (resident memory, CPython 3.11), so all of them 94 MB; of the
+sessions that ended longest ago none are kept.
 """
 
 from collections import OrderedDict
