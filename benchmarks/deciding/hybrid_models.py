@@ -3,7 +3,7 @@
 Each model is a list of groups: 16-bit KV unless stated otherwise, with blocks as vLLM chooses them. The numbers of
 layers, heads and dimensions are those in the `config.json` of the published checkpoint.
 
-    python -m benchmarks.deciding.hybrid_models       # every model group by group, and the two tables of docs/hybrid.md
+    python -m benchmarks.deciding.hybrid_models       # results/hybrid_models.txt: each model, and two tables
 """
 
 from dataclasses import dataclass
