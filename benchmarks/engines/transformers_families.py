@@ -10,7 +10,7 @@ in a sentence of its own). Windows have 32 tokens, prompts 100 and more.
     wrong        anything else: other tokens, other logits, no hit, an exception
     not built    the defaults cannot be made small by common names; nothing is known
 
-Printed is the table of docs/transformers.md; the exit code is 1 if a family is wrong.
+Printed is the table of results/transformers_families.txt; the exit code is 1 if a family is wrong.
 
     PYTHONPATH=examples python -m benchmarks.engines.transformers_families [--families llama,mamba] [--verbose]
 """

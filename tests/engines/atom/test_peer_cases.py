@@ -1,7 +1,7 @@
 """ATOM's tests of its own offload connector, as far as they speak of behaviour, demanded of ours.
 
 Two are run as they are written. The others set their connector's private fields, so they are written anew on ATOM's
-real scheduler and block manager around ranks with our connector; each names its originals. docs/atom.md has all.
+real scheduler and block manager around ranks with our connector; each names its originals.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """Demands of ATOM's tests on its LMCache connector's codec and on registration, made of ours.
 
-Their file is in each comment; the table in docs/atom.md has all of their tests.
+Their file is in each comment; `test_peer_table.py` has all of their tests.
 """
 
 import os

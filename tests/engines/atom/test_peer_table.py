@@ -1,4 +1,4 @@
-"""ATOM's connector tests with a counterpart, and reasons for the others: the table of docs/atom.md, name by name.
+"""ATOM's connector tests with a counterpart, and reasons for the others, name by name.
 
 A test has a counterpart if a docstring of `test_peer_cases.py` or `test_peer_states.py`, or a list of
 `test_peer_codec.py`, names it.
@@ -143,16 +143,9 @@ def test_every_test_of_atoms_that_ours_name_exists():
 
 
 def test_the_page_has_the_numbers():
-    names = set().union(*(their_tests(path) for path in FILES if path != BETWEEN_INSTANCES))
-    counts = {
-        why: sum(name.removeprefix("test_").startswith(s) for name in names) for why, s in WITHOUT_COUNTERPART.items()
-    }
-    page = (HERE.parents[2] / "docs" / "atom.md").read_text()
-    counts["transfers between instances: `test_kv_connector_scheduler.py`, which ATOM itself skips"] = 20
-    for reason, count in counts.items():
-        assert f"| {reason} | {count} |" in page
-    assert f"| with a counterpart, which passes | {len(counterparts())} |" in page
-    assert sum(counts.values()) + len(counterparts()) == sum(FILES.values())
+    page = " ".join((HERE.parents[2] / "docs" / "atom.md").read_text().split())
+    assert f"own {sum(FILES.values())} tests of its connectors {len(counterparts())} have a counterpart" in page
+    assert f"{FILES[BETWEEN_INSTANCES]} are of transfers between instances" in page
 
 
 def test_a_test_without_a_reason_is_seen(monkeypatch):
