@@ -1,6 +1,6 @@
 """Faults of a disk, a process and an operator, with a tier of ours and with vLLM's own tier in files.
 
-    python -m tests.vllm.tier_faults        prints the table of docs/vllm_inside.md
+    python -m tests.vllm.tier_faults        prints benchmarks/results/vllm_tier_faults.txt
 
 In each story a server stores the chunks "abcd", something happens, and a server with an empty host memory wants
 them. The answer has a letter for each chunk that was served right, "." for one that is computed, "?" for wrong bytes.
