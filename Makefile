@@ -9,7 +9,7 @@ REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
 DOCS_VENV := .venv-docs
 
-.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist changelog test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -52,6 +52,11 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
+	$(BIN)/towncrier build --draft --version next > /dev/null
+
+# Fragments of docs/changes become a part of CHANGELOG.md: `make changelog VERSION=0.3.0`.
+changelog: $(VENV)/installed
+	$(BIN)/towncrier build --yes --version $(VERSION)
 
 # How strong the tests of the deciding half are: faults put into a copy, drawn by seed; prints those that nobody saw.
 SEED ?= 1
