@@ -1,29 +1,17 @@
-"""The lines proposed to vLLM in docs/upstream_vllm.md do what `pool_view.py` does by hand."""
+"""The lines proposed to vLLM in upstream.py do what `pool_view.py` does by hand."""
 
-import re
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core import block_pool, kv_cache_utils
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, init_none_hash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, init_none_hash, make_block_hash_with_group_id
 
 from connector.vllm import pool_view
+from tests.vllm import upstream
 
 CALLS = ("hold_run", "release_run", "on_reuse")
-DOC = Path(__file__).parents[2] / "docs" / "upstream_vllm.md"
-
-
-def proposed() -> dict[str, Any]:
-    """The classes of the page, which have nothing but what is to be added."""
-    [code] = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
-    names: dict[str, Any] = {"Sequence": Sequence, "Callable": Callable, "KVCacheBlock": KVCacheBlock}
-    exec(code, names)
-    return names
 
 
 @pytest.fixture(params=["proposed", "by hand"])
@@ -46,9 +34,9 @@ def a_pool():
 
 
 def pool_with_the_lines(monkeypatch):
-    """Its own methods make the calls where the page wants them."""
+    """Its own methods make the calls where the proposal wants them."""
     for owner, name in ((kv_cache_utils, "FreeKVCacheBlockQueue"), (block_pool, "BlockPool")):
-        for method, function in vars(proposed()[name]).items():
+        for method, function in vars(getattr(upstream, name)).items():
             if not method.startswith("__"):
                 monkeypatch.setattr(getattr(owner, name), method, function, raising=False)
     pool = a_pool()
@@ -104,5 +92,5 @@ def test_a_watcher_of_reuse_gets_blocks_that_still_have_their_hashes(pool):
     assert shown == named and None not in shown and all(block.block_hash is None for block in new)
 
 
-def test_the_page_proposes_the_three_calls(pool):
-    assert {name for name in vars(proposed()["BlockPool"]) if not name.startswith("__")} == set(CALLS)
+def test_the_proposal_has_the_three_calls(pool):
+    assert {name for name in vars(upstream.BlockPool) if not name.startswith("__")} == set(CALLS)

@@ -10,9 +10,9 @@ block nor its hash. What was held comes back to where it waited.
 
 The *name* of a block is what vLLM finds it by (`BlockHashWithGroupId`): a hash, and behind it the suffix of a group.
 
-`hold_run`, `release_run` and `on_reuse` are what vLLM's own pool lacks (docs/upstream_vllm.md). vLLM
-promises nothing of what they do by hand. `check_pool` refuses a release that has changed it: later the engine would
-hand out blocks that are in use, or never find anything.
+`hold_run`, `release_run` and `on_reuse` are what vLLM's own pool lacks (tests/vllm/upstream.py proposes them).
+vLLM promises nothing of what they do by hand. `check_pool` refuses a release that has changed it: later the engine
+would hand out blocks that are in use, or never find anything.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

@@ -1,14 +1,27 @@
-# Needs of a connector in vLLM's block pool
+"""A proposal to vLLM: what a connector that stores late needs of the block pool, as lines to be added.
 
-A host cache that stores late, and holds what it stores, works on the order in which vLLM evicts blocks. The interface
-of connectors hands out the pool (`bind_gpu_block_pool`) and says nothing of this order. So
-[`pool_view.py`](../src/connector/vllm/pool_view.py) links blocks of the free queue by hand, wraps `get_new_blocks` and
-`free_blocks`, and checks at start that all of it still fits; no other file of the connector names any of this. vLLM's
-own `SimpleCPUOffloadConnector` walks the same queue. What follows would make an interface of it: the four functions of
-`pool_view.py` as methods, some 30 lines, which cost a `for` over an empty list where nobody uses them.
-([`test_upstream.py`](../tests/vllm/test_upstream.py) holds the one against the other.)
+Such a connector works on the order in which vLLM evicts blocks, and holds what it stores. The interface of connectors
+hands out the pool (`bind_gpu_block_pool`) and promises nothing of its order. So `connector/vllm/pool_view.py` links
+blocks of the free queue by hand, wraps `get_new_blocks`, and checks at start that all of it still fits. These lines
+would make an interface of it. In `get_new_blocks`, before the hashes go: `for call in self.reuse_calls: call(ret)`,
+which costs nothing where nobody uses it.
 
-```python
+* A block that is copied must not be handed out, and must not become young by it. `touch` and `free_blocks`, the only
+  way to hold one, put it at the end of the queue: each store would renew what it stores. With the order kept, device
+  and host have the hits of one pool of the sum.
+* What is handed out is known one call too late. Its bytes are whole until the step runs, so a connector that is called
+  in `get_new_blocks` can save it first. `unpin_blocks(on_reuse=...)` of 0.32 does so for held blocks alone.
+* Nothing promises the queue's links: another list would break every connector that walks it, at run time.
+
+`iter_blocks_after`, `get_num_free_blocks`, `get_cached_block` and `reset_prefix_cache` are there already and would do.
+`test_upstream.py` holds these lines against what `pool_view.py` does by hand.
+"""
+
+from collections.abc import Callable, Sequence
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
 class FreeKVCacheBlockQueue:
     def remove_run(self, run: Sequence[KVCacheBlock]) -> None:
         """Take neighbours out of the queue, given from front to back."""
@@ -45,17 +58,3 @@ class BlockPool:
     def on_reuse(self, call: Callable[[Sequence[KVCacheBlock]], None]) -> None:
         """Have `get_new_blocks` pass the blocks that it hands out, while they have their hashes."""
         self.reuse_calls.append(call)
-```
-
-and in `get_new_blocks`, before the hashes go: `for call in self.reuse_calls: call(ret)`.
-
-## Why
-
-* **A block that is copied must not be handed out, and must not become young by it.** `touch` and `free_blocks` are the
-  only way to hold one, and they put it at the end of the queue: each store would renew what it stores. With the order
-  kept, device and host have the hits of one pool of the sum ([policies.md](policies.md)).
-* **What is handed out is known one call too late.** Its bytes are whole until the step runs, so a connector that hears
-  of it in `get_new_blocks` can save it first. `unpin_blocks(on_reuse=...)` of 0.32 has this for held blocks alone.
-* **Nothing promises the queue's links.** Another list would break every connector that walks it, at run time.
-
-`iter_blocks_after`, `get_num_free_blocks`, `get_cached_block` and `reset_prefix_cache` are there already and would do.
