@@ -13,7 +13,6 @@ from benchmarks.deciding.hybrid_models import (
     main,
     token_bytes,
 )
-from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.model.report import advice, conversation_bytes, everything_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -122,19 +121,6 @@ def test_each_row_of_the_page_is_one_of_the_results():
     printed = [row[:-1] for row in rows(conversation_table())]
     shown = [[row[0].removesuffix(" (fp8)"), *row[1:]] for row in rows(PAGE) if row[0].split(" (")[0] in PLANNERS]
     assert len(shown) == 6 and all(row in printed for row in shown)
-
-
-def test_a_latent_kept_once_takes_as_much_as_on_the_page():
-    """Kimi Linear on eight ranks, 32,768 tokens, with one checkpoint and with one every 2,048 tokens."""
-
-    def megabytes(replicated):
-        latent = PrefixGroup(name="latent", block_tokens=256, block_bytes=7 * 1152 * 256, replicated=replicated)
-        state = StateGroup(name="state", block_tokens=256, block_bytes=20 * (32 * 128 * 128 * 4 + 3 * 4096 * 6) // 8)
-        planner = HybridChunkPlanner([latent, state], max_model_len=2**20, ranks=8)
-        return [conversation_bytes(planner, 2**15, at) // 10**6 for at in ([128], range(8, 129, 8))]
-
-    assert [*megabytes(True), *megabytes(False)] == [308, 959, 2157, 2818]
-    assert "take 308 MB with one checkpoint instead of 2,157, and 959" in " ".join(PAGE.split())
 
 
 def rows(text):
