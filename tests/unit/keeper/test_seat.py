@@ -14,7 +14,8 @@ from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.presence import OwnPresence, is_present
 from cpu_prefix_cache.node.seat import Seat
-from tests.unit.keeper.pool_engine import CHUNK_BYTES, PATIENCE, ROOT, KeeperProcess
+from tests.support.host_engine import CHUNK_BYTES, PATIENCE
+from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 SLOTS = 4
 
