@@ -36,7 +36,7 @@ class Copier(Protocol):
         raise MisuseError("this copier exchanges no blocks")
 
     def sections(self, group: int) -> Sequence[int]:
-        """The section of `submit_sections` that brings each part of a group. None listed: the last one brings all."""
+        """For each part of a group the section of `submit_sections` that brings it. Empty: of all groups the last."""
         return ()
 
     def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:

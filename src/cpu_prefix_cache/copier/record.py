@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from cpu_prefix_cache.copier.shared_events import Shared
 from cpu_prefix_cache.copier.streams import NAP_SECONDS, Event, Passed
 from cpu_prefix_cache.messages.errors import CopyFailed
 from cpu_prefix_cache.messages.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +28,12 @@ class CopyRecord:
     transfer: TransferPlan
     submission: "Future[None]" = field(default_factory=Future)
     event: Event | None = None  # of the transfer's end
-    sections: list[Event] = field(default_factory=list)  # of a load that holds compute: the ends of those submitted
+    sections: list[Shared] = field(default_factory=list)  # of a load that holds compute: the ends of those submitted
     after: Event = field(default_factory=Passed)  # it touches device blocks only then
     began: float = 0.0  # when its plan came, by the worker's clock in seconds, if it is needed
     is_begun: bool = False  # it is in the queue of its thread, or was
     taken_up: float | None = None  # of a load in a thread; None for an exchange: its pace is not that of other loads
-    submitted_in: float | None = None  # seconds from then until it was submitted, which is nearly its end
+    submitted_in: float | None = None  # seconds until it was submitted, which is nearly its end; of several its share
     went_well: bool | None = None  # None: it has not ended
     is_late: bool = False
     unfit: tuple[int, ...] = ()  # of a store that went well, perhaps submitted with others: as of its event
@@ -101,22 +103,33 @@ class EndOf(Event):
     section: int | None = None
 
     def passed(self) -> bool:
+        if self._well(ended(self.copy)) is not None:
+            return True
         end = self._of_section
-        return self._well(ended(self.copy)) is not None or (end is not None and bool(self._asked(end.passed)))
+        return end is not None and self._answer(end.passed)
 
     def until_passed(self) -> None:
-        end = None if self.section is None else self._submitted()
-        if end is None:
+        if self.section is None:
             _until_ended(self.copy)
         else:
-            self._asked(end.until_passed)
+            end = self._submitted()
+            self._answer(Passed().until_passed if end is None else end.until_passed)
         self._well(ended(self.copy))
 
-    def submitted(self) -> Event:
-        """The copier's own event, which streams of a device can wait for. Waits until there is one."""
+    def hold(self, hold: Callable[[Event], object]) -> None:
+        """Have compute wait for it, once it has been submitted: `hold` is given the copier's own event, because streams
+        wait for no other. An error that it meets is a failure.
+        """
         end = self._submitted()
         self._well(ended(self.copy))
-        return end or self.copy.event or Passed()
+        if isinstance(end, Shared):
+            self._answer(lambda: end.ask(lambda: hold(end.own)))
+        elif end is not None:
+            try:
+                hold(end)
+            except Exception as error:
+                note_failure(self.copy, error)
+                self._well(False)
 
     @property
     def _of_section(self) -> Event | None:
@@ -124,27 +137,21 @@ class EndOf(Event):
         return sections[self.section] if self.section is not None and self.section < len(sections) else None
 
     def _submitted(self) -> Event | None:
-        """Wait until that has been submitted. The section's end, or that of the last; without sections None."""
-        if self.section is None:
-            with suppress(CancelledError):
-                self.copy.submission.exception()
-        while self._of_section is None and not self.copy.submission.done():
+        """Wait until that has been submitted. Its event, or that of the last section; None: nothing is copied."""
+        submission = self.copy.submission
+        while (end := self._of_section) is None and not submission.done():
             time.sleep(NAP_SECONDS)
-        return self._of_section or next(reversed(self.copy.sections), None)
+        if end is None:
+            self._well(None if not submission.cancelled() and submission.exception() is None else False)
+            end = next(reversed(self.copy.sections), None)
+        return end or self.copy.event
 
-    def hold(self, hold: Callable[[Event], object]) -> None:
-        """Have compute wait for it: `hold` is given the copier's own event. An error that it meets is a failure."""
-        event = self.submitted()
-        self._asked(lambda: hold(event))
-
-    def _asked(self, ask: Callable[[], object]) -> object:
-        """The answer of an event of the copier. What it raises is a failure."""
-        with self.copy.looking:
-            try:
-                return ask()
-            except Exception as error:
-                note_failure(self.copy, error)
-        return self._well(False)
+    def _answer(self, ask: Callable[[], Answer]) -> Answer:
+        """The answer about a section. If that has failed others may be in flight, so the load has not failed yet."""
+        try:
+            return ask()
+        except Exception as error:
+            raise CopyFailed(f"a part of transfer {self.copy.transfer.id} has failed") from error
 
     def _well(self, went_well: bool | None) -> bool | None:
         if went_well is False:

@@ -42,7 +42,9 @@ class ReferenceCopier(Copier):
     def __init__(self, shapes: Shapes, tensors: Tensors, host: torch.Tensor, *, null_block: int | None = None) -> None:
         self._binding = Binding(shapes, tensors, host, null_block)
         self._groups = tuple(map(_joined, self._binding.groups))
-        self._sections = list(map(in_sections, self._binding.groups))
+        cut = list(map(in_sections, self._binding.groups))
+        self._section_of = [[at for at, section in enumerate(each) for _ in section.parts] for each in cut]
+        self._sections = [list(map(_joined, each)) for each in cut]
 
     def here(self) -> Event:
         return compute_event(self._binding.device)
@@ -75,7 +77,7 @@ class ReferenceCopier(Copier):
         return self._binding.num_pieces(direction, copy)
 
     def sections(self, group: int) -> Sequence[int]:
-        return [at for at, section in enumerate(self._sections[group]) for _ in section.parts]
+        return self._section_of[group]
 
     def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
         self._binding.check(Direction.LOAD, copies)
@@ -107,11 +109,15 @@ class ReferenceCopier(Copier):
         return unfit
 
     def _load(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> None:
-        host = self._binding.host
-        lefts = range(group.piece.num_bytes, 0, -host.shape[1])  # bytes of a piece from each of its host blocks on
-        taken = [_read(host, rows)[:, :left] for rows, left in zip(host_rows, lefts, strict=True)]
+        host, first, last = self._binding.host, group.offsets[0], group.offsets[-1]
+        blocks = zip(range(0, group.piece.num_bytes, host.shape[1]), host_rows, strict=True)  # each from which byte on
+        taken = [
+            _read(host[:, max(0, first - at) : last - at], rows)
+            for at, rows in blocks
+            if at < last and first < at + host.shape[1]
+        ]
         packed = (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).to(self._binding.device)
-        for part, (begin, end) in zip(group.parts, pairwise(group.offsets), strict=True):
+        for part, (begin, end) in zip(group.parts, pairwise(at - first for at in group.offsets), strict=True):
             content = packed[:, begin:end].reshape(len(packed) * group.piece.device_blocks, -1)
             _write(part, device_rows, coded_form.decode(content, part.shape[1]) if group.is_coded else content)
 

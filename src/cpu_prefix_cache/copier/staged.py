@@ -110,7 +110,7 @@ class StagedCopier(Copier):
                 for sections, path in zip(cut, self._paths, strict=True)
             ]
         self._section_of = [
-            [at for at, section in enumerate(sections) for _ in section.parts] if len(paths) > 1 else []
+            [min(at, len(paths) - 1) for at, section in enumerate(sections) for _ in section.parts]
             for sections, paths in zip(cut, self._sections, strict=True)
         ]
         names = [group.piece.group.name for group in direct if group is not None]

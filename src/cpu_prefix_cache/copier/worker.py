@@ -21,7 +21,6 @@ An engine may begin to compute before a load has ended (early.py).
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from cpu_prefix_cache.copier.exchange import Exchange, exchanges
 from cpu_prefix_cache.copier.job_thread import Job, JobThread
 from cpu_prefix_cache.copier.pace import Pace
 from cpu_prefix_cache.copier.record import CopyRecord, EndOf, await_ended, ended
+from cpu_prefix_cache.copier.shared_events import EndOfSections, Shared
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
@@ -111,7 +111,8 @@ class CopyWorker:
             for id, copy in new.items():
                 if id not in later and copy not in together:
                     self._begin(copy, [new[store] for store in exchanged.get(id, ())])
-            self._load_together(together)
+            for is_early in (True, False):
+                self._load_together([copy for copy in together if copy.transfer.is_early is is_early])
         except BaseException:  # copies that an interrupt keeps from being begun are reported as failed
             for id, copy in new.items():
                 self._copies.setdefault(id, copy).submission.cancel()
@@ -188,7 +189,9 @@ class CopyWorker:
             if copy.transfer.failed or self._closed:
                 copy.submission.cancel()
         before = [self._copies[id] for copy in loads for id in copy.transfer.after if id in self._copies]
-        if loads and self._jobs:
+        if any(each.transfer.direction is Direction.LOAD for each in before):
+            _refuse(loads, MisuseError("a load that holds compute follows stores, and no load"))
+        elif loads and self._jobs:
             self._jobs[Direction.LOAD].put(partial(_submit_sections, loads, before, self._copier, self._clock))
         elif loads:
             _submit_sections(loads, before, self._copier, None)
@@ -207,7 +210,7 @@ class CopyWorker:
             if not isinstance(error, Exception):
                 raise
         else:
-            shared = _Shared(event)
+            shared = Shared(event)
             for copy in begun:
                 copy.event = shared
                 copy.submission.set_result(None)
@@ -289,31 +292,40 @@ def _submit_sections(
     loads: Sequence[CopyRecord], before: Sequence[CopyRecord], copier: Copier, clock: Callable[[], float] | None
 ) -> None:
     """As `_submit`, several loads as one."""
-    begun = list[CopyRecord]()
     try:
         with copier.awaiting_stores() if before else nullcontext():
             await_ended(before)
         begun = [copy for copy in loads if copy.submission.set_running_or_notify_cancel()]
-        if not begun:
-            return
-        taken_up = None if clock is None else clock()
-        event = _Shared(copier.submit_sections(_joined(begun), begun[0].after, partial(_note_section, begun)))
-        seconds = None if clock is None or taken_up is None else clock() - taken_up
-        total = sum(copy.transfer.num_bytes for copy in begun)
-        for copy in begun:
-            copy.taken_up = taken_up
-            copy.submitted_in = None if seconds is None or not total else seconds * copy.transfer.num_bytes / total
-            copy.event = event
-            copy.submission.set_result(None)
+        if begun:
+            _submit_as_one(begun, copier, clock)
     except BaseException as error:
-        _refuse(begun, error)
+        _refuse(loads, error)
         if not isinstance(error, Exception):
             raise
 
 
-def _note_section(loads: Sequence[CopyRecord], end: Event) -> None:
+def _submit_as_one(loads: Sequence[CopyRecord], copier: Copier, clock: Callable[[], float] | None) -> None:
+    """Submit loads as one; where that raises, each by itself, as one of them may be the reason."""
+    sections = list[Shared]()
     for copy in loads:
-        copy.sections.append(end)
+        copy.sections = sections
+    begin = None if clock is None else clock()
+    try:
+        end = copier.submit_sections(_joined(loads), loads[0].after, lambda end: sections.append(Shared(end)))
+    except Exception as error:
+        if len(loads) == 1:
+            _refuse(loads, error)
+        else:
+            for copy in loads:
+                _submit_as_one([copy], copier, clock)
+        return
+    seconds = None if clock is None or begin is None else clock() - begin
+    total = sum(copy.transfer.num_bytes for copy in loads)
+    ends = sections if sections and sections[-1].own is end else [*sections, Shared(end)]
+    for copy in loads:
+        copy.submitted_in = None if seconds is None or not total else seconds * copy.transfer.num_bytes / total
+        copy.event = EndOfSections(ends)
+        copy.submission.set_result(None)
 
 
 def _stores(copy: CopyRecord) -> bool:
@@ -328,27 +340,6 @@ def _take_up(copies: Mapping[int, CopyRecord], id: int, end: Event) -> bool:
         with suppress(InvalidStateError):
             copy.submission.set_result(None)
     return not copy.submission.cancelled()
-
-
-class _Shared(Event):
-    """The event of several transfers, each of which learns of a failure that is raised once."""
-
-    def __init__(self, event: Event) -> None:
-        self._event, self._asking = event, threading.Lock()
-        self._error: Exception | None = None
-
-    def passed(self) -> bool:
-        with self._asking:
-            if self._error is not None:
-                raise self._error
-            try:
-                return self._event.passed()
-            except Exception as error:
-                self._error = error
-                raise
-
-    def unfit(self) -> Sequence[int]:
-        return self._event.unfit()
 
 
 def _joined(copies: Iterable[CopyRecord]) -> list[GroupCopy]:

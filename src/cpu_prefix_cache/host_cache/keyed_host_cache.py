@@ -183,8 +183,9 @@ class KeyedHostCache:
 
     def load_together(self, loads: Sequence[tuple[Sequence[bytes], Sequence[Numbers]]]) -> list[LoadHandle]:
         """As `load`, the keys and the blocks of several loads that one forward waits for: their first layers come
-        first. For a block that two of them fill it raises MisuseError, too; then none has begun.
+        first. `load_seconds` is for all of them. MisuseError also for a block that two of them fill; then none begins.
         """
+        self._check_keys([*dict.fromkeys(key for keys, _ in loads for key in keys)])
         given = [(keys, self._given(keys, blocks)) for keys, blocks in loads]
         for at in range(len(self._sizes)):
             self._check_filled_once(at, [block for _, places in given for block in places.by_group[at]])
@@ -327,11 +328,13 @@ class KeyedHostCache:
 
 def _sections(groups: "Sequence[KVGroup]", copier: "Copier") -> Iterator[int | None]:
     """For each layer the section of a load with which all of it has come, and of those before it."""
-    of_parts = [
-        (layer, section)
-        for at, group in enumerate(groups)
-        for layer, section in zip(group.part_layers, copier.sections(at), strict=False)
+    layers = range(1 + max(layer for each in groups for layer in each.layers))
+    sections = [copier.sections(at) for at in range(len(groups))]
+    if not any(sections):
+        yield from (None for _ in layers)
+        return
+    parts = [
+        each for group, of in zip(groups, sections, strict=True) for each in zip(group.part_layers, of, strict=True)
     ]
-    for layer in range(1 + max(layer for each in groups for layer in each.layers)):
-        here = [section for each, section in of_parts if each <= layer]
-        yield max(here, default=0) if of_parts else None
+    for layer in layers:
+        yield max((section for at, section in parts if at <= layer), default=0)

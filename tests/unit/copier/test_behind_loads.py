@@ -1,6 +1,7 @@
 """Loads that hold compute: it waits for the section that it reads next, and for none of a load that has failed."""
 
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +31,7 @@ class SectionCopier(Copier):
     def __init__(self):
         self.behind, self.order, self.together = [], [], []
         self.allowed, self.usual = threading.Semaphore(0), threading.Semaphore(0)
-        self.broken_at = None
+        self.broken_at = self.poor = None
 
     def here(self):
         return Passed()
@@ -43,6 +44,8 @@ class SectionCopier(Copier):
 
     def submit_sections(self, copies, after, submitted):
         self.together.append([copy.host_blocks for copy in copies])
+        if any(self.poor in copy.host_blocks for copy in copies):
+            raise OSError("the link is down")
         for section in range(SECTIONS):
             self.allowed.acquire()
             if section == self.broken_at:
@@ -176,3 +179,80 @@ def test_loads_of_a_worker_without_threads_have_come_when_it_has_run_the_plan(co
     assert worker.report().done == {0}
     waited(worker, copier, 1)
     assert copier.behind == [1]
+
+
+def test_a_load_that_cannot_be_submitted_fails_alone(worker, copier):
+    """Each of those that were to come with it comes by itself."""
+    copier.poor = 7
+    copier.allowed.release(2 * SECTIONS)
+    worker.run(StepPlan(0, (held(0, 5), held(1, 7), held(2, 6))))
+    eventually(lambda: worker.report().done == {0, 2})
+    assert worker.report().failed == {1} and copier.together == [[(5, 7, 6)], [(5,)], [(7,)], [(6,)]]
+    waited(worker, copier, 1, load=2)
+    with pytest.raises(CopyFailed):
+        waited(worker, copier, 1, load=1)
+
+
+class RaisingOnce(End):
+    """An event of work that has failed: whoever asks first learns of it."""
+
+    def passed(self):
+        if self.name == "failed":
+            return True
+        self.name = "failed"
+        raise OSError("the device is gone")
+
+
+def test_a_section_that_fails_is_a_failure_of_all_loads_that_it_was_of(worker, copier):
+    copier.submit_sections = lambda copies, after, submitted: submitted(RaisingOnce(0)) or Passed()
+    worker.run(StepPlan(0, (held(0, 5), held(1, 7))))
+    for load in (0, 1, 0):
+        with pytest.raises(CopyFailed):
+            replace(worker.end_of(load), section=0).until_passed()
+    assert worker.report().failed == {0, 1}
+
+
+def test_a_load_has_failed_when_nothing_of_it_is_in_flight(worker, copier):
+    """Until then its blocks are its own, whatever is known of a section."""
+    ends = [RaisingOnce(0), Waiting(threading.Event())]
+
+    def submit_sections(copies, after, submitted):
+        for end in ends:
+            submitted(end)
+        return Passed()
+
+    copier.submit_sections = submit_sections
+    worker.run(StepPlan(0, (held(0, 5),)))
+    with pytest.raises(CopyFailed):
+        replace(worker.end_of(0), section=0).until_passed()
+    assert not worker.report().failed
+    ends[1].over.set()
+    assert worker.report().failed == {0}
+
+
+def test_a_question_waits_for_nobody_else_s_answer(worker, copier):
+    over = threading.Event()
+    copier.submit_sections = lambda copies, after, submitted: submitted(Waiting(over)) or Passed()
+    worker.run(StepPlan(0, (held(0, 5),)))
+    end = replace(worker.end_of(0), section=0)
+    waiting = in_background(end.until_passed)
+    begin = time.monotonic()
+    assert not end.passed() and time.monotonic() < begin + 1
+    over.set()
+    waiting.join()
+    assert end.passed()
+
+
+def test_a_load_that_names_a_load_before_it_is_refused(worker, copier):
+    copier.allowed.release(SECTIONS)
+    worker.run(StepPlan(0, (held(0, 5), held(1, 6, after=(0,)))))
+    eventually(lambda: worker.report().failed)
+    assert copier.together == []
+
+
+class Waiting(Event):
+    def __init__(self, over):
+        self.over = over
+
+    def passed(self):
+        return self.over.is_set()

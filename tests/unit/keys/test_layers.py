@@ -125,3 +125,10 @@ def test_a_section_that_fails_fails_the_layers_from_it_on(engine):
         handle.layers[LAYERS - 1].until_passed()
     assert not handle.wait() and right(engine, 0, ONE, [[9, 8, 7], [6, 3]])
     assert engine.host.lookup(ONE).longest == 0
+
+
+def test_loads_of_one_forward_have_keys_of_one_length(engine):
+    with pytest.raises(MisuseError, match="of one length"):
+        engine.host.load_together([([b"k" * 32], [[9], []]), ([b"k" * 20], [[8], []])])
+    engine.copier.allowed.release(100)
+    assert engine.host.load(ONE, [[9, 8, 7], [6, 3]]).wait()
