@@ -127,8 +127,12 @@ def test_an_engine_at_rest_has_no_lease(tmp_path):
         assert isinstance(looks_up(other, "7", "abcd"), Pending)  # its client went away
         wait_until(lambda: other.host.cache._messenger._answers)
         other.rests()
-        one.stores("wxyz")
-        assert one.serves("wxyz") == 4
+
+        def has_room():  # once the keeper has read that the other one's lease has ended
+            one.stores("wxyz")
+            return one.serves("wxyz") == 4
+
+        wait_until(has_room)
 
 
 def test_a_byte_that_differs_shows(keeper):
