@@ -111,6 +111,18 @@ def test_engines_of_other_weights_have_other_names(tmp_path):
     assert one == same != other
 
 
+def test_engines_of_other_lengths_have_other_names(tmp_path):
+    """No pool was there before lengths were counted, so all models have theirs in the name."""
+
+    def of(length):
+        def change(config):
+            config.model_config.max_model_len = length
+
+        return settings_of(tmp_path, pool={"address": ADDRESS, "revision": "1"}, change=change).pool.namespace.digest
+
+    assert of(32) == of(32) != of(64)
+
+
 def test_engines_whose_rows_lie_in_another_order_have_other_names(tmp_path, begin):
     settings = settings_of(tmp_path, pool={"address": begin(NodeKeeper, POOL_BYTES).address, "revision": "1"})
     names = []

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -171,6 +172,55 @@ def test_everything_that_decides_bytes_or_keys_is_in_the_namespace(tmp_path, pat
     ]
     assert len({each.folder for each in namespaces}) == len(namespaces)
     assert of() == of() == of(offload="eager", bytes=2 * SIZE)
+
+
+def set_rope(kind, length):
+    def change(config):
+        config.model_config.hf_config.rope_parameters = {"rope_type": kind}
+        config.model_config.max_model_len = length
+
+    return change
+
+
+def set_llama4(length):
+    def change(config):
+        config.model_config.hf_config.text_config = {"model_type": "llama4_text"}
+        config.model_config.max_model_len = length
+
+    return change
+
+
+def set_auto(config):
+    config.model_config.original_max_model_len = -1
+
+
+def changed(tmp_path, path, *changes):
+    """The namespace of an engine with these changes of its configuration."""
+    config = configure(tmp_path, tier(path))
+    for change in changes:
+        change(config)
+    return identity(config)
+
+
+@pytest.mark.parametrize("depends", [partial(set_rope, "longrope"), set_llama4])
+def test_a_model_whose_keys_depend_on_the_length_has_a_folder_for_each(tmp_path, path, depends):
+    """vLLM rotates K by other factors, or scales it otherwise, in a server with another --max-model-len."""
+    short, long = (changed(tmp_path, path, depends(length)) for length in (32, 64))
+    assert short.folder != long.folder
+    assert changed(tmp_path, path, depends(32)) == short
+
+
+@pytest.mark.parametrize("lengths", [(32, 64), (64, 32)])
+def test_a_length_that_vllm_fits_to_the_memory_is_not_that_of_the_model(tmp_path, path, lengths):
+    """It is known after the model is built, and is another one after each start."""
+    first, again = (changed(tmp_path, path, set_rope("longrope", each), set_auto) for each in lengths)
+    assert first == again != changed(tmp_path, path, set_rope("longrope", lengths[0]))
+
+
+def test_other_models_have_one_folder_for_all_lengths(tmp_path, path):
+    """The one that they had before lengths were counted."""
+    short, long = (changed(tmp_path, path, set_rope("yarn", length)) for length in (32, 64))
+    assert short == long and "model length" not in short.spelled
 
 
 def weights(model, revision=None, commit=None):

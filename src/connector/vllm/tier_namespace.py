@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import vllm
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.tier.namespace import digest
@@ -19,6 +19,9 @@ from connector.vllm.weights import drafter_of
 from cpu_prefix_cache import FileTier, NodePool, SharedTier
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from cpu_prefix_cache.tier import Namespace, Value
+
+LENGTH_COUNTS = ("longrope", "llama4")  # in the configuration of a model whose K differ with --max-model-len
+AUTO = -1  # the length is made to fit the memory, after the model is built with its own
 
 
 def engine_namespace(
@@ -42,6 +45,7 @@ def engine_namespace(
         "pipeline parallel ranks": parallel.pipeline_parallel_size,
         "hash tokens": hash_tokens,
         **_context_parallel(parallel),
+        **_length(said, model),
     }
     return said.namespace(planner, dtype=str(cache.cache_dtype), ranks=owners, extra=extra)
 
@@ -59,6 +63,15 @@ def _context_parallel(parallel: ParallelConfig) -> dict[str, Value]:
         "prefill context parallel ranks": parallel.prefill_context_parallel_size,
         "context parallel interleave": parallel.cp_kv_cache_interleave_size,
     }
+
+
+def _length(said: FileTier | SharedTier | NodePool, model: ModelConfig) -> dict[str, Value]:
+    """The length for which vLLM builds the model. Nothing in a tier of a model to which it is the same, so that folders
+    from before are found.
+    """
+    if isinstance(said, NodePool) or any(word in str(model.hf_config.to_dict()) for word in LENGTH_COUNTS):
+        return {"model length": AUTO if model.original_max_model_len == AUTO else model.max_model_len}
+    return {}
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:
