@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm.rank_pool import PoolHere
@@ -121,6 +121,17 @@ def test_engines_of_other_lengths_have_other_names(tmp_path):
         return settings_of(tmp_path, pool={"address": ADDRESS, "revision": "1"}, change=change).pool.namespace.digest
 
     assert of(32) == of(32) != of(64)
+
+
+def test_engines_that_read_images_otherwise_have_other_names(tmp_path):
+    def of(**fields):
+        def change(config):
+            config.model_config.multimodal_config = MultiModalConfig(**fields)
+
+        return settings_of(tmp_path, pool={"address": ADDRESS, "revision": "1"}, change=change).pool.namespace.digest
+
+    one, same, other = (of(mm_processor_kwargs={"max_pixels": pixels}) for pixels in (1, 1, 2))
+    assert one == same != other
 
 
 def test_engines_whose_rows_lie_in_another_order_have_other_names(tmp_path, begin):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import LoRAConfig
+from vllm.config import LoRAConfig, MultiModalConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.tier.weights import weights_of
@@ -221,6 +222,51 @@ def test_other_models_have_one_folder_for_all_lengths(tmp_path, path):
     """The one that they had before lengths were counted."""
     short, long = (changed(tmp_path, path, set_rope("yarn", length)) for length in (32, 64))
     assert short == long and "model length" not in short.spelled
+
+
+def set_media(**fields):
+    def change(config):
+        config.model_config.multimodal_config = MultiModalConfig(**fields)
+
+    return change
+
+
+def set_quantization(config):
+    config.model_config.quantization_config = QuantizationConfigArgs(ignore=["lm_head"])
+
+
+def set_adapted(config):
+    config.lora_config = LoRAConfig(max_lora_rank=8, target_modules=["o_proj"])
+
+
+def test_options_that_no_key_has_are_in_the_namespace(tmp_path, path):
+    """vLLM hashes an image, and not what the server's options make of it."""
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    changes = [
+        set_media(),
+        set_media(mm_processor_kwargs={"max_pixels": 100352}),
+        set_media(mm_processor_kwargs={"max_pixels": 1003520}),
+        set_media(media_io_kwargs={"video": {"num_frames": 40}}),
+        set_media(video_pruning_rate=0.5),
+        set_media(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+        set_media(mm_encoder_attn_dtype="fp8"),
+        set_media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)),
+        set_quantization,
+        set_adapted,
+    ]
+    folders = [changed(tmp_path, path, change).folder for change in changes]
+    assert len(set(folders)) == len(folders)
+    assert folders == [changed(tmp_path, path, change).folder for change in changes]
+
+
+def test_folders_are_found_as_before_where_none_of_these_options_is_set(tmp_path, path):
+    def set_adapters(config):
+        config.lora_config = LoRAConfig(max_lora_rank=8)
+
+    before = changed(tmp_path, path)
+    assert not {name for name in before.spelled if "media" in name or "video" in name or "modules" in name}
+    assert changed(tmp_path, path, set_media()) == changed(tmp_path, path, set_adapters) == before
 
 
 def weights(model, revision=None, commit=None):

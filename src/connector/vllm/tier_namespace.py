@@ -46,6 +46,7 @@ def engine_namespace(
         "hash tokens": hash_tokens,
         **_context_parallel(parallel),
         **_length(said, model),
+        **_given(vllm_config),
     }
     return said.namespace(planner, dtype=str(cache.cache_dtype), ranks=owners, extra=extra)
 
@@ -72,6 +73,26 @@ def _length(said: FileTier | SharedTier | NodePool, model: ModelConfig) -> dict[
     if isinstance(said, NodePool) or any(word in str(model.hf_config.to_dict()) for word in LENGTH_COUNTS):
         return {"model length": AUTO if model.original_max_model_len == AUTO else model.max_model_len}
     return {}
+
+
+def _given(vllm_config: VllmConfig) -> dict[str, Value]:
+    """Options that decide bytes and are in no key, as far as they are given, so that folders from before are found."""
+    model, adapters = vllm_config.model_config, vllm_config.lora_config
+    media = model.multimodal_config
+    given: dict[str, object] = {
+        "quantization of layers": model.quantization_config,
+        "adapted modules": None if adapters is None else adapters.target_modules,
+    }
+    if media is not None:
+        pruning = (media.video_pruning_method, media.video_pruning_rate) if media.video_pruning_rate else None
+        given |= {
+            "media reader": media.media_io_kwargs,
+            "media processor": media.mm_processor_kwargs,
+            "video pruning": pruning,
+            "media encoder dtype": media.mm_encoder_attn_dtype,
+            "media encoder scales": media.mm_encoder_fp8_scale_path,
+        }
+    return {name: digest([str(value)]) for name, value in given.items() if value}
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:
