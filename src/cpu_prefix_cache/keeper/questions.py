@@ -44,13 +44,15 @@ class Questions:
         return len(self._of)
 
     def of(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
-        """The question of a request with these keys. One with others is that of an earlier request, and given up."""
+        """The question of a request with these keys. One with others is that of an earlier request, and given up, as is
+        one of an earlier connection, whose slots may not be used any more.
+        """
         question = self._of.get(request)
-        if question is not None and question.keys != keys:
-            del self._of[request]
-            self.give_up(question)
-            return None
-        return question
+        if question is None or (question.keys == keys and question.connection == self._messenger.connection):
+            return question
+        del self._of[request]
+        self.give_up(question)
+        return None
 
     def ask(self, request: Hashable, id: int, keys: Sequence[bytes], now: float) -> Question | None:
         """None while no question is sent, because nobody answers."""
@@ -70,11 +72,8 @@ class Questions:
 
     def take(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
         """The request is admitted. Its question, whose lease is the caller's now."""
-        question = self.of(request, keys)
-        if question is None:
-            return None
-        del self._of[request]
-        if question.slots is None:
+        question = self._of.pop(request, None)
+        if question is not None and (question.slots is None or question.keys != keys):
             self.give_up(question)
             return None
         return question

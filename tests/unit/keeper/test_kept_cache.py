@@ -115,6 +115,17 @@ def test_a_request_that_loads_nothing_gives_its_lease_back(boundary):
     assert engine.line.kinds()[-1] is Kind.RELEASE and not engine.cache.has_transfers
 
 
+def test_a_lease_of_an_earlier_connection_is_no_hit():
+    """Its load would be planned as failed. The next keeper is queried instead."""
+    engine = Engine()
+    request = engine.finds()
+    engine.line.connection = 2
+    assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+    assert engine.line.kinds() == [Kind.RUN, Kind.RELEASE, Kind.RUN]
+    engine.line.answer(Kind.RAN, 2, 3)
+    assert engine.cache.lookup(request, 0, 0.0) == Hit(2 * GRID)
+
+
 def test_a_request_goes_on_while_its_load_is_in_flight():
     """Its lease ends with the load, and what it computes meanwhile is stored."""
     engine = Engine()
