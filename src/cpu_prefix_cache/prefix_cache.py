@@ -371,8 +371,8 @@ class CPUPrefixCache:
         return resolved
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
-        """These device blocks hold wrong bytes: stores in flight that read them register nothing (rule 13), and a load
-        whose hit was found before saves nothing.
+        """These device blocks hold wrong bytes, and so may all that was computed over them: if there are any, no store
+        in flight registers anything (rule 13). A load whose hit was found before saves nothing.
         """
         self.edge.invalidated(device_blocks)
 

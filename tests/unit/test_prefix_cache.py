@@ -763,27 +763,31 @@ def test_one_rank_that_fails_fails_the_load_for_all():
 
 
 def test_a_store_that_read_a_bad_block_registers_nothing(engine):
-    """Rule 13: nor does what hangs below it; what does not, does."""
+    """Rule 13: nor does what hangs below it. What is stored afterwards, does."""
     engine.starts("r", "ab")
     ids = []
     for chunks in (1, 2):
         engine.computes("r", chunks)
         ids += [transfer.id for transfer in engine.steps().transfers]
+    engine.cache.invalidated([engine.slots["r"][0]])
     engine.starts("x", "x")
     engine.computes("x")
     ids += [transfer.id for transfer in engine.steps().transfers]
-    engine.cache.invalidated([engine.slots["r"][0]])
     engine.reports(ids)
     assert engine.host == {"x"}
 
 
-def test_bad_blocks_of_nobody_change_nothing(engine):
-    engine.starts("r", "a")
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_store_of_what_was_computed_over_a_bad_block_registers_nothing(engine, bad):
+    """The host has the first chunk already, so the store reads only what comes behind it. Without a bad block it does."""
+    engine.serves("a")
+    engine.starts("r", "abc")
     engine.computes("r")
     (plan,) = engine.steps().transfers
-    engine.cache.invalidated([15])
+    assert engine.slots["r"][0] not in plan.copies[0].device_blocks
+    engine.cache.invalidated(engine.slots["r"][:bad])
     engine.reports([plan.id])
-    assert engine.host == {"a"}
+    assert engine.host == ({"a"} if bad else {"a", "ab", "abc"})
 
 
 # reset

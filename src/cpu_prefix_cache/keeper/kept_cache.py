@@ -263,18 +263,19 @@ class KeptCache:
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
         """As CPUPrefixCache."""
-        wrong = frozenset(device_blocks)
+        if not list(device_blocks):
+            return
         for transfer in list(self._ledger):
-            if isinstance(transfer, _Store) and not wrong.isdisjoint(transfer.write.blocks):
+            if isinstance(transfer, _Store):
                 self._ledger.cancel(transfer)
-        self._takes.invalidated(wrong)
+        self._takes.drop_all()
 
     def reset(self, revision: str | None = None) -> None:
         """As CPUPrefixCache. Engines that name the same `revision` meet again; without one nobody meets this one."""
         self._epoch += 1
         for transfer in list(self._ledger):
             self._ledger.cancel(transfer)
-        self._takes.reset()
+        self._takes.drop_all()
         self._questions.reset()
         for running in self._running.values():
             running.is_stale = True

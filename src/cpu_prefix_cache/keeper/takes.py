@@ -9,7 +9,7 @@
 Blocks are held for TAKE_SECONDS at most, and until a write has ended.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -115,13 +115,7 @@ class Takes:
         self._messenger.send(take.connection, Message(Kind.COMMIT, take.id, (count,)))
         self._device.release(take.hold)
 
-    def invalidated(self, wrong: Set[int]) -> None:
-        """These device blocks hold wrong bytes."""
-        for take in self._all():
-            if any(not wrong.isdisjoint(chunk) for chunk in take.blocks):
-                self.drop(take)
-
-    def reset(self) -> None:
+    def drop_all(self) -> None:
         for take in self._all():
             self.drop(take)
 

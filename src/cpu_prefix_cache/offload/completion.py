@@ -12,7 +12,7 @@ cancelled    it resolves when it has landed, and registers nothing
 
 import logging
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.offload.device import Device
@@ -139,13 +139,10 @@ class Completion:
         for transfer in list(self._ledger):
             self._cancel(transfer)
 
-    def cancel_stores_from(self, device_blocks: Iterable[int]) -> None:
-        """Cancel the stores that read these blocks."""
-        bad = set(device_blocks)
-        if not bad:
-            return
+    def cancel_reads(self) -> None:
+        """Cancel the stores that read the device."""
         for store in list(self._ledger.stores()):
-            if not bad.isdisjoint(block for copy in store.plan.copies for block in copy.device_blocks):
+            if not isinstance(store, Promotion):
                 self._cancel(store)
 
     def _count_in_a_row(self, transfer: Transfer) -> None:

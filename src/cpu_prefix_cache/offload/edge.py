@@ -188,11 +188,12 @@ class Edge:
         return self._completion.promoted(store, ok, good)
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
-        """These device blocks hold wrong bytes: stores that read them register nothing (rule 13), and a load whose hit
-        was found before saves nothing.
+        """These device blocks hold wrong bytes, and so may all that was computed over them: if there are any, no store
+        of this moment registers anything (rule 13). A load whose hit was found before saves nothing.
         """
         self.offload.invalidated()
-        self._completion.cancel_stores_from(device_blocks)
+        if list(device_blocks):
+            self._completion.cancel_reads()
 
     def forgive(self) -> None:
         """After a pause: one more failure is enough for `has_failed_often`."""

@@ -101,10 +101,32 @@ def test_blocks_that_are_wrong_are_not_taken_any_more():
     assert not engine.cache.step().transfers and not engine.cache.has_transfers
 
 
-def test_other_blocks_being_wrong_changes_nothing():
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_what_was_computed_over_a_wrong_block_is_not_committed(is_planned):
+    """The pool has the first two chunks. Another connector filled their blocks, the second with wrong bytes."""
     engine = Engine()
-    blocks = engine.computes()
-    engine.cache.invalidated({*range(12)} - set(blocks))
+    engine.cache.admit(engine.finds(), 0, 0)
+    running = engine.device.take(KEYS, 0, ())
+    engine.device.computed(running, len(KEYS))
+    engine.cache.computed("r", 4 * GRID)
+    take = engine.line.sent[-1]
+    assert take.kind is Kind.TAKE
+    engine.line.answer(Kind.TOOK, False, 2, 5, 6)
+    if is_planned:
+        engine.cache.passed(0.0)
+        (plan,) = engine.cache.step().transfers
+    engine.cache.invalidated({running.blocks[1]})
+    if is_planned:
+        engine.reports(plan.id)
+    assert engine.line.sent[-1] == Message(Kind.COMMIT, take.id, (0,))
+    engine.cache.passed(0.0)
+    assert not engine.cache.step().transfers
+
+
+def test_no_blocks_being_wrong_changes_nothing():
+    engine = Engine()
+    engine.computes()
+    engine.cache.invalidated(())
     assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4,))
 
 
