@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import time
+from array import array
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -82,7 +83,7 @@ def take_file(address: str, seconds: float = WAIT_SECONDS) -> int:
             giver.connect(f"\0{address}")
             if user_of(giver) != os.geteuid():
                 raise ConfigurationError("the shared region is offered by another user; start all ranks as one user")
-            _, files, _, _ = socket.recv_fds(giver, 1, 1)
+            _, files = receive(giver, 1, 1)
     except OSError as failed:
         raise ConfigurationError(
             f"this rank cannot get the shared region from the first one ({failed}): the ranks of a tensor-parallel "
@@ -105,6 +106,20 @@ def _memory_file() -> int:
         if failed.errno != errno.EINVAL:
             raise
     return os.memfd_create("cpu-prefix-cache", flags)
+
+
+def receive(connected: socket.socket, num_bytes: int, num_files: int) -> tuple[bytes, list[int]]:
+    """At most so many bytes and files. No program that is started here inherits them: it would keep an engine's lock.
+
+    `socket.recv_fds` passes no flags on, up to Python 3.11 at least.
+    """
+    files = array("i")
+    room = socket.CMSG_LEN(num_files * files.itemsize)
+    some, others, _, _ = connected.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, sent in others:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            files.frombytes(sent[: len(sent) - len(sent) % files.itemsize])
+    return some, list(files)
 
 
 def user_of(connected: socket.socket) -> int:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from cpu_prefix_cache.keeper.protocol import Kind, Message, ProtocolError, Received, check_greeted, encoded
-from cpu_prefix_cache.memory.shared_file import user_of
+from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 RETRY_SECONDS = 0.1
@@ -50,7 +50,7 @@ def greet(connected: socket.socket, hello: Message, files: Sequence[int], is_lat
         undo.callback(close_files, got)
         while not is_late():
             try:
-                some, new, _, _ = socket.recv_fds(connected, READ_BYTES, NUM_FILES)
+                some, new = receive(connected, READ_BYTES, NUM_FILES)
             except TimeoutError:
                 continue
             got += new

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cpu_prefix_cache.keeper.protocol import NOBODY, Kind, Message, ProtocolError
-from cpu_prefix_cache.memory.shared_file import user_of
+from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES, RETRY_SECONDS, SEND_SECONDS, close_files, connect, greet
 from cpu_prefix_cache.node.presence import OwnPresence
@@ -105,7 +105,7 @@ class Seat:
             undo.callback(close_files, files)
             try:
                 giver.connect(f"\0{address}")
-                some, new, _, _ = socket.recv_fds(giver, _NUMBERS.size, NUM_FILES + 2)
+                some, new = receive(giver, _NUMBERS.size, NUM_FILES + 2)
                 files += new
                 note = b"".join(iter(lambda: giver.recv(READ_BYTES), b""))
             except OSError as failed:

@@ -35,7 +35,7 @@ from cpu_prefix_cache.keeper.protocol import (
     check_asked,
     encoded,
 )
-from cpu_prefix_cache.memory.shared_file import user_of
+from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.presence import is_present
@@ -254,7 +254,7 @@ class Server:
 
     def _read(self, connection: _Connection) -> None:
         if connection.number == NOBODY:
-            some, files, _, _ = socket.recv_fds(connection.socket, READ_BYTES, NUM_FILES)
+            some, files = receive(connection.socket, READ_BYTES, NUM_FILES)
             connection.files += files
             if len(connection.files) > NUM_FILES:
                 raise ProtocolError(f"it sends {len(connection.files)} files")

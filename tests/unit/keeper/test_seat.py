@@ -1,6 +1,7 @@
 """The seat of an engine: its lock and its files, in one process and in two, and what a keeper takes back."""
 
 import os
+import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -11,6 +12,7 @@ import pytest
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.memory.shared_file import receive
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.presence import OwnPresence, is_present
 from cpu_prefix_cache.node.seat import Seat
@@ -118,6 +120,30 @@ def test_a_worker_that_lives_keeps_the_lock_of_its_engine(keeper):
         worker.give(address, b"")
         Seat.taken(address)[0].close()
         assert is_present(watch.files[1], worker.number)
+
+
+def test_no_program_that_an_engine_starts_keeps_its_seat(keeper):
+    """It would keep the lock, and the engine would count as there until that program ends."""
+    address = f"cpc-test-{os.getpid()}"
+    with closing(seat_at(keeper)) as worker:
+        worker.give(address, b"")
+        with closing(Seat.taken(address)[0]) as taken:
+            for seat in worker, taken:
+                files = [*seat.files, seat.presence.file] + [seat.connected.fileno()] * (seat is taken)
+                assert not [file for file in files if os.get_inheritable(file)]
+
+
+def test_files_come_without_being_inheritable():
+    """The control: as Python takes them, programs that are started inherit them."""
+    one, other = socket.socketpair()
+    with one, other:
+        for _ in range(2):
+            socket.send_fds(one, [b"."], [one.fileno()])
+        _, (plain, *_), _, _ = socket.recv_fds(other, 1, 1)
+        _, (ours,) = receive(other, 1, 1)
+        assert os.get_inheritable(plain) and not os.get_inheritable(ours)
+        os.close(plain)
+        os.close(ours)
 
 
 def test_two_engines_of_one_name_are_refused(keeper):
