@@ -1,6 +1,7 @@
 """vLLM on the pool of a keeper: refusals, one engine after another, and servers side by side."""
 
 import os
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -132,6 +133,20 @@ def test_engines_that_read_images_otherwise_have_other_names(tmp_path):
 
     one, same, other = (of(mm_processor_kwargs={"max_pixels": pixels}) for pixels in (1, 1, 2))
     assert one == same != other
+
+
+def test_engines_that_somebody_gave_one_id_do_not_meet(tmp_path):
+    """Each takes the seat of its own worker, which has its configuration, sent from process to process."""
+
+    def config():
+        made = vllm_config(tmp_path, pool={"address": ADDRESS, "revision": "1"})
+        made.kv_transfer_config.engine_id = "by hand"
+        return made
+
+    one, other = config(), config()
+    sent = pickle.loads(pickle.dumps(one))
+    meetings = [Settings.of(each, one_group(48)).pool.meeting for each in (one, sent, other)]
+    assert meetings[0] == meetings[1] != meetings[2]
 
 
 def test_engines_whose_rows_lie_in_another_order_have_other_names(tmp_path, begin):

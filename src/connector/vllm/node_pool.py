@@ -103,8 +103,15 @@ def engine_pool(
     check_takes(planner)
     pool = option.of_engine(vllm_config)
     namespace = engine_namespace(pool, planner, vllm_config, planner.grid_tokens // hashes, 1)
-    name = sha256(str(vllm_config.kv_transfer_config.engine_id).encode()).hexdigest()
-    return EnginePool(pool, namespace, f"cpu-prefix-cache-{name[:32]}")
+    return EnginePool(pool, namespace, f"cpu-prefix-cache-{_name_of(vllm_config)[:32]}")
+
+
+def _name_of(vllm_config: VllmConfig) -> str:
+    """A name that both processes of an engine know, and no other engine has, even if somebody has given two the same
+    engine_id.
+    """
+    ids = vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id
+    return sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
