@@ -24,7 +24,8 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES, RETRY_SECONDS, SEND_SECONDS, close_files, connect, greet
 from cpu_prefix_cache.node.presence import OwnPresence
 
-GIVE_SECONDS = 600.0  # for which the process that decides may take to come
+TAKE_SECONDS = 60.0  # for which both sides wait for each other when they have met
+_TAKEN = b"."
 _NUMBERS = struct.Struct("=QQ")  # of the seat and of slots
 
 
@@ -68,7 +69,8 @@ class Seat:
         return cls(connected, tuple(welcome.files), presence, welcome.number, welcome.num_slots)
 
     def give(self, address: str, note: bytes) -> None:
-        """Hand it on, with a note, to the first process of this user that comes to `address`. A thread waits for it.
+        """Hand it on, with a note, to the first process of this user that takes it at `address`. A thread waits for it
+        until this seat is closed: an engine that warms up may take long to begin to decide.
 
         Raises ConfigurationError where somebody else is at that address.
         """
@@ -78,24 +80,34 @@ class Seat:
         except OSError as failed:
             offer.close()
             raise ConfigurationError(
-                f"another engine of this machine has the name {address} ({failed}); give each its own engine_id"
+                f"another process of this machine has the address {address} ({failed}), where this engine's worker "
+                "gives its seat in the pool; start this engine again"
             ) from failed
         self._offer = offer
         offer.listen()
-        offer.settimeout(GIVE_SECONDS)
         threading.Thread(target=self._give, args=(offer, note), daemon=True, name="keeper-seat").start()
 
     def _give(self, offer: socket.socket, note: bytes) -> None:
-        with suppress(OSError), offer:  # nobody came, or this seat was closed
+        with suppress(OSError), offer:  # this seat was closed
             while True:
                 with offer.accept()[0] as taker:
-                    if user_of(taker) != os.geteuid():
-                        continue
-                    files = [self.connected.fileno(), *self.files, self.presence.file]
-                    socket.send_fds(taker, [_NUMBERS.pack(self.number, self.num_slots)], files)
-                    taker.sendall(note)
-                    self.connected.close()
-                    return
+                    if self._is_taken_by(taker, note):
+                        self.connected.close()
+                        return
+
+    def _is_taken_by(self, taker: socket.socket, note: bytes) -> bool:
+        """Whether it has the seat now. Some connect and go, to see who listens."""
+        if user_of(taker) != os.geteuid():
+            return False
+        files = [self.connected.fileno(), *self.files, self.presence.file]
+        taker.settimeout(TAKE_SECONDS)
+        try:
+            socket.send_fds(taker, [_NUMBERS.pack(self.number, self.num_slots)], files)
+            taker.sendall(note)
+            taker.shutdown(socket.SHUT_WR)
+            return taker.recv(1) == _TAKEN
+        except OSError:
+            return False
 
     @classmethod
     def taken(cls, address: str) -> tuple[Self, bytes]:
@@ -104,10 +116,12 @@ class Seat:
             files = list[int]()
             undo.callback(close_files, files)
             try:
+                giver.settimeout(TAKE_SECONDS)
                 giver.connect(f"\0{address}")
                 some, new = receive(giver, _NUMBERS.size, NUM_FILES + 2)
                 files += new
                 note = b"".join(iter(lambda: giver.recv(READ_BYTES), b""))
+                giver.sendall(_TAKEN)
             except OSError as failed:
                 raise ConfigurationError(
                     f"this engine cannot get its seat in the pool from its worker ({failed}): both are processes of "

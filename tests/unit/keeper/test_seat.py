@@ -122,6 +122,37 @@ def test_a_worker_that_lives_keeps_the_lock_of_its_engine(keeper):
         assert is_present(watch.files[1], worker.number)
 
 
+def test_a_seat_is_offered_until_it_is_closed(keeper):
+    """The scheduler comes when the worker's graphs are captured, after minutes or hours."""
+    with closing(seat_at(keeper)) as worker:
+        worker.give(f"cpc-test-{os.getpid()}", b"")
+        assert worker._offer.gettimeout() is None
+
+
+def test_a_process_that_connects_and_goes_takes_no_seat(keeper):
+    address = f"cpc-test-{os.getpid()}"
+    with closing(seat_at(keeper)) as worker:
+        worker.give(address, b"note")
+        for reads in False, True:
+            with socket.socket(socket.AF_UNIX) as curious:
+                curious.connect(f"\0{address}")
+                for file in receive(curious, 1, 8)[1] if reads else ():
+                    os.close(file)
+        seat, note = Seat.taken(address)
+        with closing(seat):
+            assert note == b"note"
+
+
+def test_a_worker_that_is_stopped_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr("cpu_prefix_cache.node.seat.TAKE_SECONDS", 0.01)
+    address = f"cpc-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(f"\0{address}")
+        stopped.listen()
+        with pytest.raises(ConfigurationError, match="from its worker"):
+            Seat.taken(address)
+
+
 def test_no_program_that_an_engine_starts_keeps_its_seat(keeper):
     """It would keep the lock, and the engine would count as there until that program ends."""
     address = f"cpc-test-{os.getpid()}"
@@ -149,7 +180,7 @@ def test_files_come_without_being_inheritable():
 def test_two_engines_of_one_name_are_refused(keeper):
     with closing(seat_at(keeper)) as one, closing(seat_at(keeper)) as other:
         one.give("cpc-test-twice", b"")
-        with pytest.raises(ConfigurationError, match="engine_id"):
+        with pytest.raises(ConfigurationError, match="start this engine again"):
             other.give("cpc-test-twice", b"")
 
 
