@@ -107,6 +107,29 @@ def test_a_file_that_is_replaced_is_seen_until_a_reset(filled, adapter, tmp_path
     assert [loaded(filled, adapter), loaded(filled, adapter)] == [0, ENOUGH]
 
 
+def test_a_reset_to_an_earlier_revision_brings_no_replaced_adapter_back(looks, adapter, tmp_path):
+    """KV that was stored under it is found again, in a store or a pool, and is of the old files."""
+    seen = adapters.Adapters("until a reset", "1")
+
+    def may_be_used():
+        seen.look("r", adapter)
+        same = seen.are_same("r", adapter)
+        seen.passed("r")
+        return same
+
+    assert may_be_used()
+    (tmp_path / "sql" / "adapter_model.safetensors").write_bytes(b"of another size")
+    assert not may_be_used()
+    seen.forget("1")
+    assert not may_be_used()
+    seen.forget("2")
+    assert may_be_used()
+    seen.forget("1")
+    assert not may_be_used()
+    seen.forget(None)
+    assert may_be_used()
+
+
 @pytest.mark.parametrize(
     ("mode", "sentence"),
     [

@@ -39,14 +39,16 @@ def _text(path: str) -> str:
     return read.decode()
 
 
-def reset(cache: CPUPrefixCache | KeptCache, path: str | None) -> None:
-    """Reset a cache. What it stores from now on is shared with those whose revision is that of the file at `path`; with
-    nobody, if there is none or it cannot be read.
+def reset(cache: CPUPrefixCache | KeptCache, path: str | None) -> str | None:
+    """Reset a cache. What it stores from now on is shared with those whose revision is that of the file at `path`, the
+    result; with nobody, if there is none or it cannot be read.
     """
+    revision = new_revision(path)
     if isinstance(cache, TieredCache | KeptCache):
-        cache.reset(new_revision(path))
+        cache.reset(revision)
     else:
         cache.reset()
+    return revision
 
 
 def new_revision(path: str | None) -> str | None:

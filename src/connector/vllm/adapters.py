@@ -7,7 +7,9 @@ first, the names, sizes and times of the files that vLLM loads are looked at, an
 the last reset. What is below the folder is not looked at: trainers keep checkpoints there.
 
 Of an adapter whose files have changed nothing is loaded and nothing is stored, until a reset: what the device has of it
-may be of either, and vLLM may compute with either. The files of an adapter that nobody has here (a name on a hub, or
+may be of either, and vLLM may compute with either. A reset to a revision that there was before, as a `revision_file`
+may name, finds again what was stored under it, in a store or a pool: then the files count that were seen first under
+that revision. The files of an adapter that nobody has here (a name on a hub, or
 tensors in memory) cannot be looked at.
 
 The files may be on a mount that hangs, and this is the engine's thread. So each look has a thread of its own, which
@@ -43,10 +45,13 @@ class Adapter(Protocol):
 
 
 class Adapters:
-    def __init__(self, until: str) -> None:
-        """`until` is the time at which an adapter whose files have changed is used again."""
+    def __init__(self, until: str, revision: str | None) -> None:
+        """`until` is the time at which an adapter whose files have changed is used again. What is stored is of this
+        `revision` until a reset.
+        """
         self._until = until
-        self._first: dict[Name, tuple[str, str]] = {}  # path and files
+        self._of_revisions: dict[str, dict[Name, tuple[str, str]]] = {}
+        self._first = self._seen_under(revision)  # path and files
         self._changed: set[Name] = set()
         self._looks: dict[str, Look] = {}  # of requests that are neither admitted nor ended
         self._late: dict[Name, Look] = {}
@@ -102,11 +107,14 @@ class Adapters:
         """A request was admitted, or has ended."""
         self._looks.pop(request, None)
 
-    def forget(self) -> None:
-        """The host is empty."""
-        self._first.clear()
+    def forget(self, revision: str | None) -> None:
+        """The host is empty, and what is found from now on is of this revision; with None, new."""
+        self._first = self._seen_under(revision)
         self._changed.clear()
         self._looks.clear()
+
+    def _seen_under(self, revision: str | None) -> dict[Name, tuple[str, str]]:
+        return {} if revision is None else self._of_revisions.setdefault(revision, {})
 
 
 class Look(threading.Thread):

@@ -99,7 +99,7 @@ class SchedulerHalf:
             sizes = settings.planner.grid_tokens, settings.hashes_per_chunk
             self._events = KVEvents(self.cache, *sizes, tier_locality=REMOTE if settings.shares_tier else LOCAL)
         self._revision_file = settings.revision_file
-        self._adapters = Adapters(UNTIL[settings.reset])
+        self._adapters = Adapters(UNTIL[settings.reset], settings.revision)
         self._resets = Resets(settings.reset, pool, self._empty)
         self.clock = clock
         self._planner = settings.planner
@@ -298,8 +298,7 @@ class SchedulerHalf:
         return self._resets.requested()
 
     def _empty(self) -> None:
-        reset(self.cache, self._revision_file)
-        self._adapters.forget()
+        self._adapters.forget(reset(self.cache, self._revision_file))
 
     def has_transfers(self) -> bool:
         """Whether an idle engine must go on stepping: also until all host memory is ready, so that it is before the

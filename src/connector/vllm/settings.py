@@ -113,6 +113,12 @@ class Settings:
         return self.tier is not None and isinstance(self.tier.tier, SharedTier)
 
     @property
+    def revision(self) -> str | None:
+        """The name of the weights at start, where a tier or a pool knows one."""
+        named = self.pool or self.tier
+        return None if named is None else str(named.namespace.spelled["revision"])
+
+    @property
     def host_blocks(self) -> int:
         return self.host_bytes // self.planner.host_block_bytes
 

@@ -309,8 +309,8 @@ class Halves:
     def reset(self, revision: str | None = None) -> None:
         """Nothing cached before now may be used again: new weights, for example.
 
-        A `revision` names the weights from now on: engines that name the same share a store again. Without one, what
-        this process stores from now on is found by nobody else.
+        A `revision` names the weights from now on: what is in a store or a pool under the same one is found again, also
+        what this process has stored there. Without one, what it stores from now on is found by nobody else.
 
         Raises ConfigurationError for a revision that is no text, or empty.
         """

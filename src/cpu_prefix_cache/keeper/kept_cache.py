@@ -9,8 +9,8 @@ To an engine it is a CPUPrefixCache that answers Pending more often: nothing is 
     step       slots were granted for those that nobody has: they are stored
     report     they are committed: all engines find them
 
-A reset is another namespace: what was there before is not found any more, and the engines that name the same revision
-meet again.
+A reset is the namespace of the revision that it names: what is there under that one is found, also what was before, and
+nothing else. Without a revision nothing is.
 
 It takes models whose layers are all full attention, in one group.
 """
@@ -271,7 +271,9 @@ class KeptCache:
         self._takes.drop_all()
 
     def reset(self, revision: str | None = None) -> None:
-        """As CPUPrefixCache. Engines that name the same `revision` meet again; without one nobody meets this one."""
+        """As CPUPrefixCache, but what engines have stored under this `revision` is found; without one nothing is, and
+        nobody meets this one.
+        """
         self._epoch += 1
         for transfer in list(self._ledger):
             self._ledger.cancel(transfer)

@@ -102,7 +102,7 @@ def test_blocks_that_are_wrong_are_not_taken_any_more():
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_what_was_computed_over_a_wrong_block_is_not_committed(is_planned):
+def test_chunks_that_were_computed_over_a_wrong_block_are_not_committed(is_planned):
     """The pool has the first two chunks. Another connector filled their blocks, the second with wrong bytes."""
     engine = Engine()
     engine.cache.admit(engine.finds(), 0, 0)
