@@ -779,7 +779,7 @@ def test_a_store_that_read_a_bad_block_registers_nothing(engine):
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_store_of_what_was_computed_over_a_bad_block_registers_nothing(engine, bad):
-    """The host has the first chunk already, so the store reads only what comes behind it. Without a bad block it does."""
+    """The host has the first chunk already, so the store reads only what comes behind it. Control: no bad block."""
     engine.serves("a")
     engine.starts("r", "abc")
     engine.computes("r")
