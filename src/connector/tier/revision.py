@@ -22,9 +22,9 @@ def read_revision(path: str) -> str:
     try:
         revision = _text(path).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{REVISION_FILE} of the tier cannot be read: {error}") from error
+        raise ConfigurationError(f"{REVISION_FILE} cannot be read: {error}") from error
     if not revision:
-        raise ConfigurationError(f"{REVISION_FILE} of the tier, {path}, is empty; write a name of the weights into it")
+        raise ConfigurationError(f"{REVISION_FILE}, {path}, is empty; write a name of the weights into it")
     return revision
 
 

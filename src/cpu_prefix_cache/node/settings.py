@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cpu_prefix_cache.slab.namespace import Namespace, Value
 
 SCHEME = "unix:"
+PLACE = "pool"  # in sentences that are those of tiers, too
 CONNECT_SECONDS = 20.0  # a keeper that follows another one waits some seconds for what engines hand back
 
 
@@ -42,9 +43,9 @@ class NodePool:
         if not is_right:
             raise ConfigurationError(f"a pool is at {SCHEME}/PATH, where its keeper listens; got {self.address!r}")
         check_hash(self.hash)
-        check_identity(self.model, self.revision, self.weights)
+        check_identity(self.model, self.revision, self.weights, place=PLACE)
         is_right = is_seconds(self.connect_seconds) and self.connect_seconds >= 0
-        check_option("connect_seconds", self.connect_seconds, is_right, "a number of seconds, at least 0")
+        check_option("connect_seconds", self.connect_seconds, is_right, "a number of seconds, at least 0", place=PLACE)
 
     @property
     def path(self) -> str:
@@ -54,7 +55,7 @@ class NodePool:
     @property
     def identity(self) -> Identity:
         """The identity of the KV. Raises ConfigurationError where that is not known."""
-        return identity_of(self.model, self.revision, self.weights)
+        return identity_of(self.model, self.revision, self.weights, place=PLACE)
 
     def namespace(
         self, planner: "HybridChunkPlanner", *, dtype: str, ranks: int, extra: "Mapping[str, Value]"

@@ -26,40 +26,40 @@ class Identity(NamedTuple):
     revision: str
 
 
-def check_identity(model: str | None, revision: str | None, weights: Weights | None) -> None:
+def check_identity(model: str | None, revision: str | None, weights: Weights | None, *, place: str = "tier") -> None:
     """Raise ConfigurationError for what can name no weights, whatever it is that a caller still adds."""
     for name, value in ("model", model), ("revision", revision):
         if value is not None:
-            check_text(f"{name} of a tier", value)
+            check_text(f"{name} of a {place}", value)
     if weights is not None and revision is not None:
         raise ConfigurationError(
             f"weights={os.fspath(weights)!r} makes a revision, and {revision!r} is given, too; leave one of them out"
         )
 
 
-def identity_of(model: str | None, revision: str | None, weights: Weights | None) -> Identity:
+def identity_of(model: str | None, revision: str | None, weights: Weights | None, *, place: str = "tier") -> Identity:
     """Raises ConfigurationError where it is not known which weights these are."""
     if weights is not None:
         path = Path(weights).resolve()
-        return Identity(model or path.name, _revision_of(path))
+        return Identity(model or path.name, _revision_of(path, place))
     for name, value in ("model", model), ("revision", revision):
         if value is None:
             raise ConfigurationError(
-                f"a tier serves whoever names the same model and revision, and {name} is missing: give it model=... "
+                f"a {place} serves whoever names the same model and revision, and {name} is missing: give it model=... "
                 "and revision=... (another one whenever the weights change), or weights=... (the folder they are in)"
             )
     return Identity(str(model), str(revision))
 
 
-def _revision_of(path: Path) -> str:
+def _revision_of(path: Path, place: str) -> str:
     try:
         weights = weights_in(path)
     except OSError as error:
-        raise ConfigurationError(f"the weights that name a tier cannot be read: {error}") from error
+        raise ConfigurationError(f"the weights that name a {place} cannot be read: {error}") from error
     if weights is None:
         raise ConfigurationError(
-            f"{path} has no weight files, so it names no weights; give the tier the folder that the model was loaded "
-            "from, or a model=... and a revision=..."
+            f"{path} has no weight files, so it names no weights; give the {place} the folder that the model was "
+            "loaded from, or a model=... and a revision=..."
         )
     configuration = path / CONFIGURATION
     if not configuration.is_file():

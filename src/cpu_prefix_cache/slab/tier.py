@@ -121,10 +121,10 @@ class Tier(ABC):
         """The same, open. Raises TierUnavailable where it cannot be opened now, and ConfigurationError."""
 
 
-def check_option(name: str, value: object, is_right: bool, words: str) -> None:
-    """Raise ConfigurationError unless this option of a tier is right, with the words for one that is."""
+def check_option(name: str, value: object, is_right: bool, words: str, *, place: str = "tier") -> None:
+    """Raise ConfigurationError unless this option of a `place` is right, with the words for one that is."""
     if not is_right:
-        raise ConfigurationError(f"{name} of a tier is {words}; got {value!r}")
+        raise ConfigurationError(f"{name} of a {place} is {words}; got {value!r}")
 
 
 def is_seconds(value: object) -> bool:

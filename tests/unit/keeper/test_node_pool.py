@@ -436,7 +436,8 @@ def test_an_option_that_the_keeper_decides_is_refused(keeper, changed, words):
     ("changed", "words"),
     [
         ({"address": "/run/kv.sock"}, "unix:/"),
-        ({"revision": None, "connect_seconds": -1}, "connect_seconds"),
+        ({"revision": None, "connect_seconds": -1}, "connect_seconds of a pool"),
+        ({"model": ""}, "model of a pool is a text"),
         ({"hash": "xxh3_128"}, "sha256"),
     ],
 )
@@ -446,7 +447,7 @@ def test_a_pool_that_cannot_be_meant_is_refused(changed, words):
 
 
 def test_a_pool_without_an_identity_is_refused(keeper):
-    with pytest.raises(ConfigurationError, match="revision is missing"):
+    with pytest.raises(ConfigurationError, match=r"a pool serves .* revision is missing"):
         HostCache(**options(keeper, pool=NodePool(keeper.address, model="m")))
 
 
