@@ -362,6 +362,9 @@ class KeptCache:
         return Resolved(transfer.id, direction, id, transfer.succeeded)
 
     def _land_load(self, load: _Load) -> None:
+        """A failed load withdraws nothing (rule 10): one engine's device does not decide what all others find.
+        FAILURES_IN_A_ROW of them end its use of the pool.
+        """
         self._device.release(load.hold)
         if load.question is not None:
             self._messenger.end_use()
