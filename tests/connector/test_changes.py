@@ -8,6 +8,7 @@ import torch
 from builtin_models import build_model
 from connector.transformers import HostPrefixCache
 from connector.transformers.changes import Weights
+from connector.transformers.prompts import PromptRefused
 from tests.connector.serving import generated
 
 PROMPT = [at * 7 % 256 for at in range(200)]
@@ -130,6 +131,20 @@ def test_a_cache_that_does_not_look_answers_from_the_old_weights(change, monkeyp
         change(of)
         past, logits = first_logits(cache)
     assert past.hit_tokens > 0 and not torch.allclose(logits, expected(change), rtol=1e-3, atol=1e-3)
+
+
+def test_a_prompt_has_tokens_of_the_vocabulary_that_the_model_has_now():
+    of = model()
+    first = of.config.vocab_size
+    with cache_of(of) as cache:
+        of.resize_token_embeddings(first + 6)
+        with cache.past([*PROMPT, first + 5]):
+            pass
+        of.resize_token_embeddings(first - 6)
+        with pytest.raises(PromptRefused, match=f"ids from 0 to {first - 7}"), cache.past([*PROMPT, first - 6]):
+            pass
+        with cache.past([*PROMPT, first - 7]):
+            pass
 
 
 def test_an_adapter_that_is_off_for_one_answer_alone_counts():

@@ -73,7 +73,7 @@ class InputReader:
 
     def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
         self._model, self._max_model_len = model, max_model_len
-        self._vocabulary = model.config.get_text_config().vocab_size
+        self._text = model.config.get_text_config()
         self._placeholders = placeholders(model.config.to_dict())
 
     def rows(self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]) -> list[Row]:
@@ -92,8 +92,8 @@ class InputReader:
         kinds = set(tokens)
         text, stand = kinds - self._placeholders.keys(), kinds & self._placeholders.keys()
         found = [at for at, token in enumerate(tokens) if token in stand] if stand else []
-        if not tokens or not 0 <= min(text, default=0) <= max(text, default=0) < self._vocabulary:
-            raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {self._vocabulary - 1}")
+        if not tokens or not 0 <= min(text, default=0) <= max(text, default=0) < self._text.vocab_size:
+            raise PromptRefused(f"a prompt has at least one token, with ids from 0 to {self._text.vocab_size - 1}")
         if len(tokens) > self._max_model_len:
             raise PromptRefused(f"a prompt of {len(tokens)} tokens is longer than the model's {self._max_model_len}")
         if found and not others:
