@@ -68,6 +68,17 @@ def test_rows_taken_of_a_filled_past_are_those_it_was_filled_from(family):
         assert len(taken) == 1 or not taken[1].equal(taken[0])
 
 
+@pytest.mark.parametrize("family", ["llama", *LOCAL])
+def test_each_layer_has_memory_of_its_own(family):
+    """transformers replaces one layer after the other: what it has replaced is free before the next."""
+    models = bench(family)
+    past, again = models.begun(prompt(2), [80]), models.fresh()
+    for kept in models.past.kept:
+        again.fill(kept, models.window(past, kept)[0], 80)
+    held = [each.untyped_storage().data_ptr() for layer in again.layers for each in (layer.keys, layer.values)]
+    assert len(set(held)) == len(held)
+
+
 @pytest.mark.parametrize("family", LOCAL)
 @pytest.mark.parametrize("chunk", [16, 32, 80])
 def test_a_block_has_the_same_bytes_whenever_it_is_taken(family, chunk):

@@ -155,13 +155,15 @@ class Past(DynamicCache):
                     set_state = layer.update_conv_state if part.name == "conv" else layer.update_recurrent_state
                     set_state(state, part.index)
                 continue
-            _, count, heads, _, width = values.shape
+            heads, width = parts[0].shape
             held = _most(self.layers[parts[0].layer], length)
-            memory = values.new_empty(count, 1, heads, held + room * (kept.local is None), width)
-            memory[..., : held - known, :] = 0  # out of sight
-            _in_blocks(memory[:, 0, :, held - known : held], self._block_tokens).copy_(values)
-            for part, each in zip(parts, memory, strict=True):
-                memories.setdefault(part.layer, []).append(each)
+            places = []
+            for part in parts:  # each in memory of its own, which is free once transformers has replaced the layer's
+                memory = values.new_empty(1, heads, held + room * (kept.local is None), width)
+                memory[..., : held - known, :] = 0  # out of sight
+                places.append(_in_blocks(memory[0, :, held - known : held], self._block_tokens))
+                memories.setdefault(part.layer, []).append(memory)
+            torch._foreach_copy_(places, list(values.unbind(1)))
         for index, both in memories.items():
             self._begin(index, both, length)
         if self._count is not None:
