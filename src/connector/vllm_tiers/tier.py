@@ -49,7 +49,7 @@ from cpu_prefix_cache.tier import CRYPTOGRAPHIC, RankPart, weights_in
 DIGEST_BYTES = 32  # of the digests that CRYPTOGRAPHIC names
 START_SECONDS = 5.0  # the start takes in so long what the files hold; the rest comes step by step
 PAUSE_SECONDS = 0.002
-STALL_SECONDS = 10.0  # without a byte from the files, loads are given up
+STALL_SECONDS = 10.0  # in which no slice of a load has been read: loads are given up (slab/tier_copier.py)
 RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 WITH_CONNECTOR, NEVER = "with_connector", "never"
 

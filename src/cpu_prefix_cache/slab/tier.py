@@ -34,7 +34,8 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can
 class RankPart(NamedTuple):
     """The part of a tier that `rank` has: `slots` slots, as number `number` of the `owners`.
 
-    A load is given up when reads of files stall for `stall_seconds`; None: never. Those of a store end by themselves.
+    A load is given up when reads of files stall for `stall_seconds` (TierCopier); None: never. Those of a store end by
+    themselves.
     """
 
     slots: int

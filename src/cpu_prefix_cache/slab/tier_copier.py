@@ -3,7 +3,7 @@
     submit   checks all ids, cuts the transfer into slices, and returns
     threads  each takes a slice: some MiB, so that loads get their turn
     end      when all slices have ended; a transfer has failed if one of them raised, and a load that may be given up
-             if no load has read anything for some seconds, whatever its threads do (landing.py)
+             if no slice of any load has been read for some seconds, whatever its threads do (landing.py)
 
 A transfer goes in the order of its slots, so that a slice has adjacent ones.
 Of a store, what lies behind a piece in its host blocks, in each of their lanes, is zeroed first: bytes of an earlier
@@ -76,7 +76,8 @@ class TierCopier(Copier):
 
     `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
     removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends. A load is given
-    up when reads stall for `stall_seconds`; None: never.
+    up when no slice has been read whole for `stall_seconds`, longer in proportion where a host block has more bytes
+    than a slice; None: never. So reads of READ_BYTES in `stall_seconds` are waited for.
 
     Raises ConfigurationError when the region does not fit.
     """
@@ -98,8 +99,9 @@ class TierCopier(Copier):
         self.below, self._pieces = below, tuple(pieces)
         self.refused: set[Refused] = set()
         self._num_refused = 0
-        self._landing = None if stall_seconds is None else Landing(max(SLICE_BYTES, self.block_bytes))
-        self._reads = _Reads(stall_seconds)
+        most = max(SLICE_BYTES, self.block_bytes)  # of a slice
+        self._landing = None if stall_seconds is None else Landing(most)
+        self._reads = _Reads(None if stall_seconds is None else stall_seconds * most / SLICE_BYTES)
         self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
         both = Direction.LOAD, Direction.STORE
@@ -212,7 +214,7 @@ class TierCopier(Copier):
 
 
 class _Reads:
-    """When loads have last read something. They stall after `seconds` without that; None: nobody asks."""
+    """When loads have last read a slice. They stall after `seconds` without that; None: nobody asks."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds, self._last = seconds, 0.0
@@ -284,7 +286,7 @@ class _Transfer(Event):
 
     def _give_up(self) -> None:
         with self._lock:
-            self._error = self._error or GivenUp("reads have stalled")
+            self._error = self._error or GivenUp("no slice of a load has been read in time")
         self._ended.set()
 
     def _finish(self) -> None:

@@ -456,3 +456,21 @@ def test_a_load_behind_others_is_not_given_up_while_these_are_read(slab, host, m
     monkeypatch.setattr(slab, "read", slowly)
     copier.copy(LOAD, [copy(range(4, 16), range(12))])
     copier.close()
+
+
+def test_rows_of_more_than_a_slice_have_more_time(slab, host, monkeypatch):
+    """A read counts once a slice of it, one row at least, is whole."""
+    monkeypatch.setattr(module, "SLICE_BYTES", BLOCK // 8)
+    read = slab.read
+
+    def slowly(*arguments):
+        time.sleep(1.0)
+        return read(*arguments)
+
+    copier = TierCopier(slab, host, PIECES, stall_seconds=0.3)
+    fill(host)
+    copier.copy(STORE, [copy([4, 5], [0, 1])])
+    monkeypatch.setattr(slab, "read", slowly)
+    copier.copy(LOAD, [copy([4, 5], [2, 3])])
+    assert host[2:4].equal(host[:2])
+    copier.close()
