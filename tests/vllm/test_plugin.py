@@ -1,6 +1,7 @@
 """The connector by its name alone, as a server is started: each of vLLM's processes finds it through the entry point.
 
-Each test starts a Python of its own in an empty folder, without the repository in its path.
+Each test starts a Python of its own in an empty folder, whose path has the package that is tested and nothing else of
+the repository.
 """
 
 import os
@@ -8,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import connector
 from tests.vllm.models import save_llama
 
+SOURCES = Path(connector.__file__).parents[1]  # an editable installation may be of another copy of the repository
 ENGINE = """
 from vllm import LLM, SamplingParams
 
@@ -34,6 +37,7 @@ if __name__ == "__main__":
 
 def python_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["PYTHONPATH"] = str(SOURCES)
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or each worker wants a NUMA node
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
