@@ -3,7 +3,8 @@
     submit   checks all ids, cuts the transfer into slices, and returns
     threads  each takes a slice: some MiB, so that loads get their turn
     end      when all slices have ended; a transfer has failed if one of them raised, and a load that may be given up
-             if no slice of any load has been read for some seconds, whatever its threads do (landing.py)
+             if no slice of any load has been read for some seconds, whatever its threads do (landing.py), or if no
+             thread is left for loads
 
 A transfer goes in the order of its slots, so that a slice has adjacent ones.
 Of a store, what lies behind a piece in its host blocks, in each of their lanes, is zeroed first: bytes of an earlier
@@ -190,7 +191,8 @@ class TierCopier(Copier):
             lost = set(self.below.read(slots, views, labels))
         else:
             landed = self._landing.views(len(entries), self.block_bytes)
-            lost = set(self.below.read(slots, landed, labels))
+            with self._reads.under_way(transfer):
+                lost = set(self.below.read(slots, landed, labels))
             transfer.land(landed, views)
         refused = [entry for entry in entries if entry.slot in lost]
         self.refused.update((entry.slot, entry.label.generation) for entry in refused)
@@ -214,16 +216,35 @@ class TierCopier(Copier):
 
 
 class _Reads:
-    """When loads have last read a slice. They stall after `seconds` without that; None: nobody asks."""
+    """When loads have last read a slice. They stall after `seconds` without that, and while all threads are in reads
+    that were given up; None: nobody asks.
+    """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds, self._last = seconds, 0.0
+        self._under_way: dict[int, _Transfer] = {}  # by threads
+
+    @contextlib.contextmanager
+    def under_way(self, transfer: "_Transfer") -> Iterator[None]:
+        """This thread reads a slice of it."""
+        thread = threading.get_ident()
+        self._under_way[thread] = transfer
+        try:
+            yield
+        finally:
+            del self._under_way[thread]
 
     def moved(self) -> None:
         self._last = time.monotonic()
 
     def stall(self, since: float) -> bool:
-        return self._seconds is not None and time.monotonic() >= max(self._last, since) + self._seconds
+        if self._seconds is None:
+            return False
+        return time.monotonic() >= max(self._last, since) + self._seconds or self._no_thread_is_left()
+
+    def _no_thread_is_left(self) -> bool:
+        transfers = list(self._under_way.values())
+        return len(transfers) == THREADS and all(each.has_ended for each in transfers)
 
 
 class _Transfer(Event):
@@ -273,9 +294,9 @@ class _Transfer(Event):
                 ctypes.memmove(address_of(target), address_of(source), len(source))
 
     def passed(self) -> bool:
-        if self._reads is not None and not self._ended.is_set() and self._reads.stall(self._since):
+        if self._reads is not None and not self.has_ended and self._reads.stall(self._since):
             self._give_up()
-        if not self._ended.is_set():
+        if not self.has_ended:
             return False
         self._raise()
         return True
@@ -284,9 +305,13 @@ class _Transfer(Event):
         while not self.passed():
             self._ended.wait(STALL_LOOK_SECONDS)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def _give_up(self) -> None:
         with self._lock:
-            self._error = self._error or GivenUp("no slice of a load has been read in time")
+            self._error = self._error or GivenUp("no load has read a slice in time, or no thread is left for it")
         self._ended.set()
 
     def _finish(self) -> None:

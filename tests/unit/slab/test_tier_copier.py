@@ -474,3 +474,27 @@ def test_rows_of_more_than_a_slice_have_more_time(slab, host, monkeypatch):
     copier.copy(LOAD, [copy([4, 5], [2, 3])])
     assert host[2:4].equal(host[:2])
     copier.close()
+
+
+def test_while_every_thread_hangs_loads_are_given_up_at_once(slab, host, hanging):
+    copier = TierCopier(slab, host, PIECES, stall_seconds=0.3)
+    fill(host)
+    copier.copy(STORE, [copy(range(4, 10), range(6))])
+    for at in range(module.THREADS):
+        one = copier.submit(LOAD, [copy([4 + at], [at])], Passed())
+        assert not one.passed(), "there is another thread"
+        with pytest.raises(GivenUp):
+            one.until_passed()
+    with pytest.raises(GivenUp):
+        copier.submit(LOAD, [copy([9], [5])], Passed()).passed()
+    hanging.set()
+    assert eventually(lambda: loads(copier, 9, 5)), "threads are there again"
+    copier.close()
+
+
+def loads(copier, slot, block):
+    try:
+        copier.copy(LOAD, [copy([slot], [block])])
+    except GivenUp:
+        return False
+    return True
