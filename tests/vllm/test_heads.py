@@ -192,6 +192,10 @@ def test_where_layers_may_have_other_heads_each_rank_keeps_its_own(tmp_path, oth
     assert different_heads(config_of(tmp_path, **other)) is None
 
 
+def test_a_name_without_a_number_is_no_other_number_of_heads(tmp_path):
+    assert different_heads(config_of(tmp_path, num_global_key_value_heads=None)) == 2
+
+
 def test_ranks_on_several_machines_keep_their_own(tmp_path):
     config = config_of(tmp_path)
     config.parallel_config.nnodes = 2

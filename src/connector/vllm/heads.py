@@ -51,10 +51,10 @@ def _numbers(values: Any) -> Iterator[tuple[str, Any]]:
     """Numbers of KV heads in a configuration, by name."""
     if isinstance(values, Mapping):
         for name, value in values.items():
-            if HEADS.search(str(name)):
-                yield name, value
-            else:
+            if not HEADS.search(str(name)):
                 yield from _numbers(value)
+            elif value is not None:
+                yield name, value
     elif isinstance(values, Sequence) and not isinstance(values, str):
         for value in values:
             yield from _numbers(value)
