@@ -11,6 +11,7 @@ import torch
 
 from builtin_models import build_model
 from connector.transformers import HostPrefixCache
+from connector.transformers.steps import copy_all
 from cpu_prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.model.hashing import checkpoint_key
@@ -80,6 +81,33 @@ def test_after_an_interrupted_copy_the_prompt_is_answered(family, mode, late, di
         pair.evict_all()
     assert on_host(pair.ask_right(opening)) == 80  # it was computed, and stored, again
     assert pair.is_at_rest()
+
+
+class InterruptedWaits:
+    """A host cache whose copies go on behind two interrupted waits."""
+
+    def __init__(self) -> None:
+        self.is_copying, self.interrupts = False, 2
+
+    def begin_step(self) -> None:
+        assert not self.is_copying, "blocks of a copy have been given away"
+        self.is_copying = True
+
+    def drain(self) -> list[tuple[str, int]]:
+        if self.is_copying and self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        self.is_copying = False
+        return []
+
+
+def test_nothing_is_copied_beside_what_two_interrupts_have_left_under_way():
+    host = InterruptedWaits()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            copy_all(host)
+    copy_all(host)
+    assert not host.is_copying
 
 
 class TearingCopier(MeddlingCopier):

@@ -21,6 +21,7 @@ class WaitingDevice(PooledDevice):
 
 def copy_all(host: HostCache) -> list[tuple[Hashable, int]]:
     """A step of the host cache and the end of all its copies. The loads that have ended, as from `HostCache.drain`."""
+    host.drain()  # what a second interrupt, in the wait below, has left under way: nothing holds its blocks
     try:
         host.begin_step()
     finally:  # also after an interrupt, wait for the transfers and resolve them
