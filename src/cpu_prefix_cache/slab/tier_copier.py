@@ -43,7 +43,7 @@ from cpu_prefix_cache.slab.records import check_label
 THREADS = (
     4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
 )
-STORING = 2  # of these threads, so that reads need not wait for writes
+STORING = 2  # threads, so that reads need not wait for writes
 SLICE_BYTES = READ_BYTES // THREADS  # at most
 STALL_LOOK_SECONDS = 0.25  # between two looks of who waits for an end
 
@@ -105,9 +105,10 @@ class TierCopier(Copier):
         self._reads = _Reads(None if stall_seconds is None else stall_seconds * most / SLICE_BYTES)
         self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
-        both = Direction.LOAD, Direction.STORE
-        takes = [partial(self._jobs.take, both if at < STORING else both[:1]) for at in range(THREADS)]
-        threads = [JobThread(f"slab-{at}", take) for at, take in enumerate(takes)]
+        threads = [
+            JobThread(f"slab-{at}", partial(self._jobs.take, directions))
+            for at, directions in enumerate(_directions(may_hang=stall_seconds is not None))
+        ]
         self._end = weakref.finalize(self, end_outside_of, threads, os.getpid(), partial(_end, self._jobs, threads))
 
     def here(self) -> Event:
@@ -350,6 +351,14 @@ class _Region:
     def zero(self, block: int, begin: int, end: int) -> None:
         """Bytes [begin, end) of a block."""
         ctypes.memset(self.address + block * self.block_bytes + begin, 0, end - begin)
+
+
+def _directions(may_hang: bool) -> Sequence[Sequence[Direction]]:
+    """Directions of each thread. If a read may keep its thread for good, one thread is for stores alone."""
+    loads, stores = [Direction.LOAD], [Direction.STORE]
+    alone = [stores] if may_hang else []
+    both = [loads + stores] * (STORING - len(alone))
+    return [*both, *[loads] * (THREADS - len(both)), *alone]
 
 
 def _keep(below: Below) -> None:

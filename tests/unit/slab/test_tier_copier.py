@@ -492,6 +492,19 @@ def test_while_every_thread_hangs_loads_are_given_up_at_once(slab, host, hanging
     copier.close()
 
 
+def test_stores_end_while_every_thread_hangs_that_reads(slab, host, hanging):
+    copier = TierCopier(slab, host, PIECES, stall_seconds=0.3)
+    fill(host)
+    copier.copy(STORE, [copy(range(4, 12), range(8))])
+    load = copier.submit(LOAD, [copy(range(4, 12), range(8))], Passed())
+    with pytest.raises(GivenUp):
+        load.until_passed()
+    store = copier.submit(STORE, [copy([12], [8])], Passed())
+    assert eventually(store.passed)
+    hanging.set()
+    copier.close()
+
+
 def loads(copier, slot, block):
     try:
         copier.copy(LOAD, [copy([slot], [block])])
