@@ -28,7 +28,6 @@ The host declines nothing, because what it declines never reaches the tier; only
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -127,7 +126,7 @@ class TieredCache(CPUPrefixCache):
             planner, self.pool, below, options, ranks=engine.ranks, log_boundaries=engine.log_boundaries
         )
         self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
-        self._queued = OrderedDict[Any, Request]()  # neither wanted nor looked up, in the order in which they came
+        self._queued: dict[Any, Request] = {}  # neither wanted nor looked up, in the order in which they came
         self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
         self._admitted_wants: list[Want] = []  # since the last step
         self._slices: dict[Any, tuple[Promotion, Want, int]] = {}  # promotions in flight by id, and their blocks
@@ -266,15 +265,15 @@ class TieredCache(CPUPrefixCache):
         return self._best(self._reachable(request, n0, host_end), 0), host_end
 
     def _put_off_a_queued_one(self) -> None:
-        """Give up what was read for the last request that was not looked up yet: one that was lacks room. It is the
-        next again, as all that wait have come later."""
+        """Give up what was read for the last request that was not looked up yet: one that was lacks room. It goes behind
+        all that wait: before them it would be read for again at once, and an engine did not come to rest.
+        """
         queued = (want for want in reversed(self._open) if want.deadline == NEVER and want is not self._ahead)
         want = next(queued, None)
         if want is not None:
             del self._wants[want.request.id]
             self._end_want(want)
             self._queued[want.request.id] = want.request
-            self._queued.move_to_end(want.request.id, last=False)
 
     def _end_ahead(self, ahead: Want) -> None:
         self._ahead = None

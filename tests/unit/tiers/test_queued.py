@@ -157,22 +157,6 @@ def test_a_request_that_is_looked_up_out_of_turn_gets_the_room_of_those_that_wai
     assert engine.is_at_rest()
 
 
-def test_a_request_that_was_put_off_is_still_before_those_that_came_later():
-    engine = with_tier("abcd", "efgh", "ijkl", "mnop")
-    queues(engine, "abcd", "efgh", "mnop")
-    engine.works_off()
-    engine.asks_as("first", "ijkl")
-    engine.works_off()
-    engine.host_forgets()  # what nobody holds: of the one that was put off everything
-    engine.admits("first", "ijkl")
-    engine.works_off()
-    assert set(chain_names("efgh")) <= engine.host and not set(chain_names("mnop")) & engine.host
-    for prompt in ("abcd", "efgh", "mnop"):
-        assert engine.admits(prompt, prompt) == Hit(4 * GRID)
-        engine.works_off()
-    assert engine.is_at_rest() and not engine.cache._queued
-
-
 def test_a_tier_learns_the_hint_of_what_it_read_ahead(monkeypatch):
     engine, hints = with_tier("abcd"), []
     touch = engine.cache.below.pool.touch
