@@ -122,14 +122,15 @@ class EndOf(Event):
         """
         end = self._submitted()
         self._well(ended(self.copy))
-        if isinstance(end, Shared):
-            self._answer(lambda: end.ask(lambda: hold(end.own)))
-        elif end is not None:
-            try:
-                hold(end)
-            except Exception as error:
+        try:
+            if end is not None:
+                hold(end.own if isinstance(end, Shared) else end)
+        except Exception as error:
+            if isinstance(end, Shared):  # of a section, and others may be in flight
+                end.note(error)
+            else:
                 note_failure(self.copy, error)
-                self._well(False)
+            raise self._failure from error
 
     @property
     def _of_section(self) -> Event | None:
@@ -151,11 +152,15 @@ class EndOf(Event):
         try:
             return ask()
         except Exception as error:
-            raise CopyFailed(f"a part of transfer {self.copy.transfer.id} has failed") from error
+            raise self._failure from error
+
+    @property
+    def _failure(self) -> CopyFailed:
+        return CopyFailed(f"transfer {self.copy.transfer.id} has failed")
 
     def _well(self, went_well: bool | None) -> bool | None:
         if went_well is False:
-            raise CopyFailed(f"transfer {self.copy.transfer.id} has failed")
+            raise self._failure
         return went_well
 
 

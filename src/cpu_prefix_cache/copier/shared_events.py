@@ -1,12 +1,9 @@
 """Events that several transfers have in common, or that several ask."""
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from cpu_prefix_cache.copier.streams import Event
-
-Answer = TypeVar("Answer")
 
 
 class Shared(Event):
@@ -17,18 +14,18 @@ class Shared(Event):
         self._error: Exception | None = None
 
     def passed(self) -> bool:
-        return self.ask(self.own.passed)
-
-    def ask(self, question: Callable[[], Answer]) -> Answer:
-        """The answer of the copier's event. What it raises is raised from then on."""
         with self._asking:
             if self._error is not None:
                 raise self._error
             try:
-                return question()
+                return self.own.passed()
             except Exception as error:
-                self._error = error
+                self.note(error)
                 raise
+
+    def note(self, error: Exception) -> None:
+        """This was raised about it, and is raised from then on."""
+        self._error = error
 
     def unfit(self) -> Sequence[int]:
         return self.own.unfit()

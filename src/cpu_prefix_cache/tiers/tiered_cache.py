@@ -265,8 +265,8 @@ class TieredCache(CPUPrefixCache):
         return self._best(self._reachable(request, n0, host_end), 0), host_end
 
     def _put_off_a_queued_one(self) -> None:
-        """Give up what was read for the last request that was not looked up yet: one that was lacks room. It goes behind
-        all that wait: before them it would be read for again at once, and an engine did not come to rest.
+        """Give up what was read for the last request that was not looked up yet: one that was lacks room. It goes
+        behind all that wait: before them it would be read for again at once, and an engine did not come to rest.
         """
         queued = (want for want in reversed(self._open) if want.deadline == NEVER and want is not self._ahead)
         want = next(queued, None)
