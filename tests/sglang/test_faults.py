@@ -36,6 +36,7 @@ def test_a_load_that_fails_aborts_its_request_and_the_next_one_computes(monkeypa
     with evicted(kind) as engine:
         copiers[0].fails = Direction.LOAD
         engine.run(LONGER)
+        copiers[0].fails = None
         assert len(engine.aborted) == 1
         engine.computed = 0
         engine.run(LONGER)
