@@ -98,7 +98,7 @@ class CopyWorker:
             for id in self._copies.keys() & plan.cancelled:
                 self._copies[id].submission.cancel()
             exchanged = {} if self._closed else exchanges(plan.transfers, self._copier.knows_pieces)
-            later = {store for stores in exchanged.values() for store in stores}  # they begin with their load
+            later = {store for stores in exchanged.values() for store in stores}  # they begin with another one
             for copy in new.values():
                 copy.began, copy.after = began, early if copy.transfer.is_early else here
             holding = [copy for copy in new.values() if copy.transfer.holds_compute and copy.transfer.copies]
@@ -108,8 +108,9 @@ class CopyWorker:
             if first and not self._closed:
                 self._here = self._copier.here()  # what is early in the next plan comes after these, too
             together = [copy for copy in holding if not _stores(copy) and copy.transfer.id not in exchanged]
+            later |= {copy.transfer.id for copy in together}
             for id, copy in new.items():
-                if id not in later and copy not in together:
+                if id not in later:
                     self._begin(copy, [new[store] for store in exchanged.get(id, ())])
             for is_early in (True, False):
                 self._load_together([copy for copy in together if copy.transfer.is_early is is_early])
