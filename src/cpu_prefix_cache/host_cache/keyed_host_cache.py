@@ -147,6 +147,8 @@ class KeyedHostCache:
         those of the last keys.
         """
         handle = CopyHandle(self.poll)
+        self._check_keys(keys)
+        self.poll()
         places = self._given(keys, blocks)
         self._taken(keys)
         self._carry_out({handle: self.cache.put(keys, places, time.monotonic())})
@@ -185,12 +187,12 @@ class KeyedHostCache:
         """As `load`, the keys and the blocks of several loads that one forward waits for: their first layers come
         first. `load_seconds` is for all of them. MisuseError also for a block that two of them fill; then none begins.
         """
-        self._check_keys([*dict.fromkeys(key for keys, _ in loads for key in keys)])
+        self._check_keys(*(keys for keys, _ in loads))
+        self.poll()
         given = [(keys, self._given(keys, blocks)) for keys, blocks in loads]
         for at in range(len(self._sizes)):
             self._check_filled_once(at, [block for _, places in given for block in places.by_group[at]])
-        for keys, _ in given:
-            self._taken(keys)
+        self._taken(*(keys for keys, _ in loads))
         planned = [self.cache.load(keys, places, time.monotonic()) for keys, places in given]
         handles = [LoadHandle(self.poll, sections=self._sections, hold=self._copier.hold_compute) for _ in planned]
         self._waiting |= {load: handle for load, handle in zip(planned, handles, strict=True) if load.waits}
@@ -286,8 +288,6 @@ class KeyedHostCache:
             self._tier.run()
 
     def _given(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> Given:
-        self._check_keys(keys)
-        self.poll()
         try:
             by_group = [[*numbers(each)] for each in blocks]  # a load may wait, and the engine use its lists again
         except TypeError as error:
@@ -303,15 +303,17 @@ class KeyedHostCache:
         if len(set(blocks)) != len(blocks):
             raise MisuseError(f"a block of group {self._name(at)!r} is given twice: nothing can be loaded into it")
 
-    def _taken(self, keys: Sequence[bytes]) -> None:
-        """A call with these keys is not refused."""
-        self._key_bytes.update(map(len, keys[:1]))
+    def _taken(self, *prompts: Sequence[bytes]) -> None:
+        """A call with the keys of these prompts is not refused."""
+        self._key_bytes.update(len(key) for keys in prompts for key in keys[:1])
 
-    def _check_keys(self, keys: Sequence[bytes]) -> None:
-        check_keys(keys, num_tokens=ANY_LENGTH, chunk_tokens=1, persist=self._tier is not None, every=False)
-        if not set(map(type, keys)) <= {bytes} or len(self._key_bytes.union(map(len, keys))) > 1:
+    def _check_keys(self, *prompts: Sequence[bytes]) -> None:
+        for keys in prompts:
+            check_keys(keys, num_tokens=ANY_LENGTH, chunk_tokens=1, persist=self._tier is not None, every=False)
+        are_bytes = all(set(map(type, keys)) <= {bytes} for keys in prompts)
+        if not are_bytes or len(self._key_bytes.union(*(map(len, keys) for keys in prompts))) > 1:
             raise MisuseError("keys are digests of one length, that of all keys of this cache (rule 14)")
-        if len(set(keys)) < len(keys):
+        if any(len(set(keys)) < len(keys) for keys in prompts):
             raise MisuseError("a key comes twice: a key is that of all tokens up to the end of its chunk (rule 14)")
 
     def _name(self, at: int) -> str:
