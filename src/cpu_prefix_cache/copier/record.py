@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from cpu_prefix_cache.copier.shared_events import Shared
 from cpu_prefix_cache.copier.streams import NAP_SECONDS, Event, Passed
@@ -17,7 +16,6 @@ from cpu_prefix_cache.messages.errors import CopyFailed
 from cpu_prefix_cache.messages.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, eq=False)
@@ -106,14 +104,13 @@ class EndOf(Event):
         if self._well(ended(self.copy)) is not None:
             return True
         end = self._of_section
-        return end is not None and self._answer(end.passed)
+        return end is not None and bool(self._answer(end.passed))
 
     def until_passed(self) -> None:
-        if self.section is None:
+        if self.section is None or (end := self._submitted()) is None:
             _until_ended(self.copy)
         else:
-            end = self._submitted()
-            self._answer(Passed().until_passed if end is None else end.until_passed)
+            self._answer(end.until_passed)
         self._well(ended(self.copy))
 
     def hold(self, hold: Callable[[Event], object]) -> None:
@@ -147,7 +144,7 @@ class EndOf(Event):
             end = next(reversed(self.copy.sections), None)
         return end or self.copy.event
 
-    def _answer(self, ask: Callable[[], Answer]) -> Answer:
+    def _answer(self, ask: Callable[[], bool | None]) -> bool | None:
         """The answer about a section. If that has failed others may be in flight, so the load has not failed yet."""
         try:
             return ask()

@@ -21,7 +21,7 @@ import torch
 from cpu_prefix_cache.copier import coded_form
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
-from cpu_prefix_cache.copier.sections import in_sections
+from cpu_prefix_cache.copier.sections import in_sections, numbers_of
 from cpu_prefix_cache.copier.streams import Event, Passed, Stored, compute_event
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
@@ -43,7 +43,7 @@ class ReferenceCopier(Copier):
         self._binding = Binding(shapes, tensors, host, null_block)
         self._groups = tuple(map(_joined, self._binding.groups))
         cut = list(map(in_sections, self._binding.groups))
-        self._section_of = [[at for at, section in enumerate(each) for _ in section.parts] for each in cut]
+        self._section_of = list(map(numbers_of, cut))
         self._sections = [list(map(_joined, each)) for each in cut]
 
     def here(self) -> Event:

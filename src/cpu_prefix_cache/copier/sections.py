@@ -7,12 +7,18 @@ Parts are in the order of layers. Compute may read a layer as soon as the sectio
 link is busy with the next ones.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from cpu_prefix_cache.copier.binding import BoundGroup
 
 SECTION_BYTES = 256 * 1024  # of a piece, at least; fragments of half of that still cross at the link's speed (one H200)
 MOST_SECTIONS = 8  # the first delays compute by an eighth of the load
+
+
+def numbers_of(sections: Sequence[BoundGroup]) -> list[int]:
+    """For each part of a group the number of its section."""
+    return [at for at, section in enumerate(sections) for _ in section.parts]
 
 
 def in_sections(group: BoundGroup) -> list[BoundGroup]:

@@ -31,7 +31,7 @@ from cpu_prefix_cache.copier.link import Region
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, Unfit, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
-from cpu_prefix_cache.copier.sections import in_sections
+from cpu_prefix_cache.copier.sections import in_sections, numbers_of
 from cpu_prefix_cache.copier.streams import AllOf, Event, LinkStreams, ReadsOf, Stored, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
@@ -110,7 +110,7 @@ class StagedCopier(Copier):
                 for sections, path in zip(cut, self._paths, strict=True)
             ]
         self._section_of = [
-            [min(at, len(paths) - 1) for at, section in enumerate(sections) for _ in section.parts]
+            [min(at, len(paths) - 1) for at in numbers_of(sections)]
             for sections, paths in zip(cut, self._sections, strict=True)
         ]
         names = [group.piece.group.name for group in direct if group is not None]
