@@ -11,8 +11,10 @@ What a block holds is read from its bytes, so nobody finds there what was writte
 import hashlib
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +163,35 @@ def with_byte_ranks(engine: Engine) -> Engine:
 def _raise(problem: Exception | None) -> None:
     if problem is not None:
         raise problem
+
+
+@contextmanager
+def engine_of(folder: Path, groups: Sequence[KVCacheGroupSpec], ranks: int, **options: object) -> Iterator[Engine]:
+    """An engine of so many ranks with real memory."""
+    usual = dict(groups=groups, retention=None, offload="eager", tensor_parallel=True, host_blocks=1000)
+    engine = with_byte_ranks(Engine(folder, ranks=ranks, **usual | options))
+    try:
+        yield engine
+    finally:
+        close(engine)
+
+
+def damage(engine: Engine, group: int, lane: int, byte: int = 0) -> None:
+    """Change a byte in one lane of every host block of a group."""
+    for lanes in _lanes(engine, group):
+        lanes[lane, byte] ^= 1
+
+
+def swap_lanes(engine: Engine, group: int) -> None:
+    """Give each lane of a host block of a group what another one has."""
+    for lanes in _lanes(engine, group):
+        lanes.copy_(lanes.flip(0))
+
+
+def _lanes(engine: Engine, group: int) -> Iterator[torch.Tensor]:
+    """The lanes of each host block that stores of this group have written."""
+    for block in engine.ranks[0].stored[group]:
+        yield engine.ranks[0].region[block].view(engine.cache.planner.ranks, -1)
 
 
 def forget_the_device(engine: Engine) -> None:

@@ -3,7 +3,6 @@
 The model has two heads. Ranks have real memory, in which those with the same head have the same bytes (byte_ranks.py).
 """
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,8 @@ from connector.vllm import groups
 from connector.vllm.heads import different_heads
 from connector.vllm.settings import Settings
 from cpu_prefix_cache.deciding import Direction
-from tests.vllm.byte_ranks import close, forget_the_device, with_byte_ranks
+from tests.vllm import byte_ranks
+from tests.vllm.byte_ranks import damage, forget_the_device, swap_lanes
 from tests.vllm.engine import HEADS, Engine, drafting, head, latent, state, vllm_config
 from tests.vllm.test_stress import live_through
 
@@ -32,15 +32,8 @@ LAST = 48  # the last boundary of the prompt
 every_model = pytest.mark.parametrize("model", MODELS)
 
 
-@contextmanager
 def engine_of(folder, model="heads", ranks=4, **options):
-    """An engine of so many ranks with real memory."""
-    usual = dict(groups=MODELS[model], retention=None, offload="eager", tensor_parallel=True, host_blocks=1000)
-    engine = with_byte_ranks(Engine(folder, ranks=ranks, **usual | options))
-    try:
-        yield engine
-    finally:
-        close(engine)
+    return byte_ranks.engine_of(folder, MODELS[model], ranks, **options)
 
 
 # A round trip
@@ -66,8 +59,7 @@ def test_a_byte_of_one_head_that_the_host_has_lost_is_noticed(tmp_path, model, l
     with engine_of(tmp_path, model) as engine:
         engine.run(PROMPT)
         forget_the_device(engine)
-        for block in engine.ranks[0].stored[0]:
-            engine.ranks[0].region[block].view(2, -1)[lane, 0] ^= 1
+        damage(engine, group=0, lane=lane)
         with pytest.raises(AssertionError, match="was loaded with wrong bytes"):
             engine.run(PROMPT)
 
@@ -77,9 +69,7 @@ def test_the_other_head_is_not_taken_for_ones_own(tmp_path):
     with engine_of(tmp_path) as engine:
         engine.run(PROMPT)
         forget_the_device(engine)
-        for block in engine.ranks[0].stored[0]:
-            halves = engine.ranks[0].region[block].view(2, -1)
-            halves.copy_(halves.flip(0))
+        swap_lanes(engine, group=0)
         with pytest.raises(AssertionError, match="was loaded with wrong bytes"):
             engine.run(PROMPT)
 

@@ -33,7 +33,7 @@ from cpu_prefix_cache.deciding import (
     conversation_bytes,
 )
 from tests.vllm import byte_ranks
-from tests.vllm.byte_ranks import BlockMemory, close, forget_the_device, with_byte_ranks
+from tests.vllm.byte_ranks import BlockMemory, damage, forget_the_device, swap_lanes
 from tests.vllm.engine import BLOCK, Engine, full, latent, state, vllm_config, window
 from tests.vllm.test_ranks import meet
 from tests.vllm.test_stress import live_through
@@ -53,15 +53,8 @@ LAST = 48  # the last boundary of the prompt
 every_model = pytest.mark.parametrize("model", MODELS)
 
 
-@contextmanager
 def engine_of(folder, groups=KIMI, ranks=2, **options):
-    """An engine of so many ranks with real memory."""
-    usual = dict(groups=groups, retention=None, offload="eager", tensor_parallel=True, host_blocks=1000)
-    engine = with_byte_ranks(Engine(folder, ranks=ranks, **usual | options))
-    try:
-        yield engine
-    finally:
-        close(engine)
+    return byte_ranks.engine_of(folder, groups, ranks, **options)
 
 
 def rows(engine, group):
@@ -70,12 +63,6 @@ def rows(engine, group):
     return (
         engine.ranks[0].region[sorted(engine.ranks[0].stored[group])].view(-1, lanes, engine.cache.planner.lane_bytes)
     )
-
-
-def damage(engine, group, lane, byte=0):
-    """Change a byte in one lane of every host block of a group."""
-    for block in engine.ranks[0].stored[group]:
-        engine.ranks[0].region[block].view(engine.cache.planner.ranks, -1)[lane, byte] ^= 1
 
 
 # A round trip
@@ -133,9 +120,7 @@ def test_the_lane_of_another_rank_is_not_taken_for_ones_own(tmp_path):
     with engine_of(tmp_path) as engine:
         engine.run(PROMPT)
         forget_the_device(engine)
-        for block in engine.ranks[0].stored[1]:
-            lanes = engine.ranks[0].region[block].view(2, -1)
-            lanes.copy_(lanes.flip(0))
+        swap_lanes(engine, group=1)
         with pytest.raises(AssertionError, match="was loaded with wrong bytes"):
             engine.run(PROMPT)
 

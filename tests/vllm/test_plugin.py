@@ -13,15 +13,19 @@ import connector
 from tests.vllm.models import save_llama
 
 SOURCES = Path(connector.__file__).parents[1]  # an editable installation may be of another copy of the repository
-ENGINE = """
+STARTED = """
 from vllm import LLM, SamplingParams
 
-def main():
+def started(ranks, **more):
     extra = dict(cpu_bytes_to_use=2**25, offload="eager", reset="with_connector")
     transfer = dict(kv_connector="CPUPrefixCacheConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     options = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, use_tqdm_on_load=False)
     sizes = dict(block_size=32, num_gpu_blocks_override=20, max_model_len=512, kv_cache_memory_bytes=2**28)
-    llm = LLM(model="model", tensor_parallel_size=2, kv_transfer_config=transfer, **options, **sizes)
+    return LLM(model="model", tensor_parallel_size=ranks, kv_transfer_config=transfer, **options, **sizes, **more)
+"""
+ENGINE = f"""{STARTED}
+def main():
+    llm = started(ranks=2)
     once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     for _ in range(20):  # nothing is stored before all ranks have reported their host memory as ready
         (answer,) = llm.generate([dict(prompt_token_ids=list(range(300)))], once, use_tqdm=False)

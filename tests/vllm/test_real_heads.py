@@ -5,20 +5,15 @@ import subprocess
 import pytest
 
 from tests.vllm.models import save_llama
-from tests.vllm.test_plugin import python_in
+from tests.vllm.test_plugin import STARTED, python_in
 
-ENGINE = """
+ENGINE = f"""{STARTED}
 from dataclasses import replace
-from vllm import LLM, SamplingParams
 from connector.vllm.shares import Share
 from cpu_prefix_cache.deciding import Direction
 
 def main():
-    extra = dict(cpu_bytes_to_use=2**25, offload="eager", reset="with_connector")
-    transfer = dict(kv_connector="CPUPrefixCacheConnector", kv_role="kv_both", kv_connector_extra_config=extra)
-    options = dict(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, use_tqdm_on_load=False)
-    sizes = dict(block_size=32, num_gpu_blocks_override=20, max_model_len=512, kv_cache_memory_bytes=2**28)
-    llm = LLM(model="model", tensor_parallel_size=4, kv_transfer_config=transfer, max_logprobs=-1, **options, **sizes)
+    llm = started(ranks=4, max_logprobs=-1)
     once = SamplingParams(temperature=0, max_tokens=1, detokenize=False, logprobs=-1)
     for _ in range(20):  # nothing is stored before all ranks have reported their host memory as ready
         (answer,) = llm.generate([dict(prompt_token_ids=list(range(300)))], once, use_tqdm=False)
