@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -60,6 +60,17 @@ class WrongKeeper(threading.Thread):
         self.listener.close()
 
 
+@contextmanager
+def one_answer(tmp_path, monkeypatch, answer):
+    """A keeper and an engine that has served a prompt with this answer."""
+    monkeypatch.setattr(questions, "ASK_SECONDS", 0.5)
+    path = str(tmp_path / "kv.sock")
+    with closing(WrongKeeper(path, answer)) as keeper, PoolEngine(f"unix:{path}") as engine:
+        assert engine.serves("abcd") == 0
+        engine.rests()
+        yield keeper, engine
+
+
 def ran(*slots, kind=Kind.RAN, later=0):
     return lambda asked: Message(kind, asked.id + later, slots) if asked.kind is Kind.RUN else None
 
@@ -92,22 +103,14 @@ def took(*numbers):
     ],
 )
 def test_a_wrong_answer_ends_the_connection_and_the_engine_comes_back(tmp_path, monkeypatch, answer):
-    monkeypatch.setattr(questions, "ASK_SECONDS", 0.5)
-    path = str(tmp_path / "kv.sock")
-    with closing(WrongKeeper(path, answer)) as keeper, PoolEngine(f"unix:{path}") as engine:
-        assert engine.serves("abcd") == 0
-        engine.rests()
+    with one_answer(tmp_path, monkeypatch, answer) as (keeper, _):
         assert keeper.came_back.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("answer", [ran(), took(0, 0, *range(4)), took(1, 0), took(0, 4)])
 def test_a_right_answer_does_not(tmp_path, monkeypatch, answer):
     """The control of the test above."""
-    monkeypatch.setattr(questions, "ASK_SECONDS", 0.5)
-    path = str(tmp_path / "kv.sock")
-    with closing(WrongKeeper(path, answer)) as keeper, PoolEngine(f"unix:{path}") as engine:
-        assert engine.serves("abcd") == 0
-        engine.rests()
+    with one_answer(tmp_path, monkeypatch, answer) as (keeper, engine):
         assert keeper.connections == 1 and engine.host.cache._messenger.is_up
 
 

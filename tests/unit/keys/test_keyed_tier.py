@@ -39,14 +39,19 @@ def settle(engine):
     engine.host.cache.check_valid()
 
 
+def check_that_all_come_back(engine, wanted):
+    """Into these blocks, prompt by prompt."""
+    for prompt in PROMPTS:
+        found = engine.host.lookup(prompt)
+        assert found.longest == 3 and engine.loaded(prompt, wanted)
+        engine.host.release(found)
+        engine.host.cache.check_valid()
+
+
 def test_prompts_that_left_the_host_come_back_from_the_files(tmp_path):
     engine = engine_above(tmp_path)
     put_all(engine)
-    for prompt in PROMPTS:
-        found = engine.host.lookup(prompt)
-        assert found.longest == 3 and engine.loaded(prompt, ELSEWHERE)
-        engine.host.release(found)
-        engine.host.cache.check_valid()
+    check_that_all_come_back(engine, ELSEWHERE)
     assert engine.host.statistics().tier.cache.chunks_loaded > 20, "nothing came from the files: this compares nothing"
     engine.host.close()
 
@@ -285,11 +290,7 @@ def test_sides_come_back_without_their_chunks(tmp_path, groups, host_bytes, bloc
     for prompt in PROMPTS:
         engine.put(prompt, blocks)
         settle(engine)
-    for prompt in PROMPTS:
-        found = engine.host.lookup(prompt)
-        assert found.longest == 3 and engine.loaded(prompt, wanted)
-        engine.host.release(found)
-        engine.host.cache.check_valid()
+    check_that_all_come_back(engine, wanted)
     assert engine.host.statistics().tier.cache.bytes_loaded > 0, "nothing came from the files: this compares nothing"
     engine.host.close()
 

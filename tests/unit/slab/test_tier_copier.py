@@ -440,20 +440,25 @@ def test_a_load_that_may_be_given_up_brings_its_bytes(slab, host):
     copier.close()
 
 
+def slow_down(slab, monkeypatch, seconds):
+    """Each read takes so long from now on."""
+    read = slab.read
+
+    def slowly(*arguments):
+        time.sleep(seconds)
+        return read(*arguments)
+
+    monkeypatch.setattr(slab, "read", slowly)
+
+
 def test_a_load_behind_others_is_not_given_up_while_these_are_read(slab, host, monkeypatch):
     """Each slice takes less than the stall, and all together more."""
     monkeypatch.setattr(module, "THREADS", 1)
     monkeypatch.setattr(module, "SLICE_BYTES", BLOCK)
-    read = slab.read
-
-    def slowly(*arguments):
-        time.sleep(0.1)
-        return read(*arguments)
-
     copier = TierCopier(slab, host, PIECES, stall_seconds=1.0)
     fill(host)
     copier.copy(STORE, [copy(range(4, 16), range(12))])
-    monkeypatch.setattr(slab, "read", slowly)
+    slow_down(slab, monkeypatch, seconds=0.1)
     copier.copy(LOAD, [copy(range(4, 16), range(12))])
     copier.close()
 
@@ -461,16 +466,10 @@ def test_a_load_behind_others_is_not_given_up_while_these_are_read(slab, host, m
 def test_rows_of_more_than_a_slice_have_more_time(slab, host, monkeypatch):
     """A read counts once a slice of it, one row at least, is whole."""
     monkeypatch.setattr(module, "SLICE_BYTES", BLOCK // 8)
-    read = slab.read
-
-    def slowly(*arguments):
-        time.sleep(1.0)
-        return read(*arguments)
-
     copier = TierCopier(slab, host, PIECES, stall_seconds=0.3)
     fill(host)
     copier.copy(STORE, [copy([4, 5], [0, 1])])
-    monkeypatch.setattr(slab, "read", slowly)
+    slow_down(slab, monkeypatch, seconds=1.0)
     copier.copy(LOAD, [copy([4, 5], [2, 3])])
     assert host[2:4].equal(host[:2])
     copier.close()
