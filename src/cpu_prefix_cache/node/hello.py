@@ -17,7 +17,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 RETRY_SECONDS = 0.1
 SEND_SECONDS = 1.0  # a keeper that reads nothing for so long is gone
 READ_BYTES = 1 << 20
-NUM_FILES = 2  # the region, and its records
+NUM_FILES = 2  # that go with a hello or a welcome: the region, and its records
 
 
 class Welcome(NamedTuple):

@@ -38,6 +38,7 @@ from cpu_prefix_cache.keeper.protocol import (
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES
 from cpu_prefix_cache.node.presence import is_present
 from cpu_prefix_cache.node.region import Region
 
@@ -46,8 +47,6 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.05  # while somebody is waited for
 FULL_SECONDS = 1.0  # for which nobody is accepted after the system has refused
 ADOPT_SECONDS, SETTLE_SECONDS = 5.0, 1.0
-READ_BYTES = 1 << 20
-NUM_FILES = 2  # that go with a hello: the region, and its records
 MOST_UNSENT = 64 << 20  # an engine that does not read its answers is left alone
 
 
