@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from connector.tier.revision import REVISION_FILE, read_revision
-from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
-from cpu_prefix_cache.tier import check_text, parse_tier
+from connector.tier.revision import REVISION_FILE, check_file, read_revision
+from cpu_prefix_cache import FileTier, SharedTier
+from cpu_prefix_cache.tier import parse_tier
 
 TIER = "tier"
 
@@ -32,10 +32,7 @@ class TierOption:
         """Raises ConfigurationError."""
         tier = parse_tier(spelled, extra=(REVISION_FILE,))
         file = spelled.get(REVISION_FILE) if isinstance(spelled, Mapping) else None
-        if file is not None:
-            check_text(f"{REVISION_FILE} of a tier", file)
-        if file is not None and tier.revision is not None:
-            raise ConfigurationError(f"the tier has a revision and a {REVISION_FILE}: leave one of them out")
+        check_file(file, tier.revision, place=TIER)
         return cls(tier, file)
 
     @property

@@ -7,14 +7,25 @@ and then resets. Engines with equal files share again.
 import logging
 import os
 import stat
+from typing import Any
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import CPUPrefixCache, KeptCache, TieredCache
+from cpu_prefix_cache.tier import check_text
 
 logger = logging.getLogger(__name__)
 
 REVISION_FILE = "revision_file"
 MAX_BYTES = 4096
+
+
+def check_file(path: Any, revision: str | None, place: str) -> None:
+    """Raise ConfigurationError for a path that is no text, or has a revision beside it. `place` is what has both."""
+    if path is None:
+        return
+    check_text(f"{REVISION_FILE} of a {place}", path)
+    if revision is not None:
+        raise ConfigurationError(f"the {place} has a revision and a {REVISION_FILE}: leave one of them out")
 
 
 def read_revision(path: str) -> str:

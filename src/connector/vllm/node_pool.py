@@ -11,20 +11,20 @@ vLLM starts the worker first, in the same process or in another one. They meet a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from connector.common.options import BYTES, POOL
+from connector.tier.namespace import digest
 from connector.tier.options import TIER
-from connector.tier.revision import REVISION_FILE, read_revision
+from connector.tier.revision import REVISION_FILE, check_file, read_revision
 from connector.vllm.tier_namespace import engine_namespace
 from connector.vllm.tier_options import check_names
 from connector.vllm.weights import weights_of_all
 from cpu_prefix_cache import ConfigurationError, Device, NodePool
 from cpu_prefix_cache.deciding import HybridChunkPlanner, KeptCache, check_takes
-from cpu_prefix_cache.tier import Namespace, check_text
+from cpu_prefix_cache.tier import Namespace
 
 KEYS = ("address", "model", "revision", REVISION_FILE, "connect_seconds")
 NEVER = (BYTES, TIER, "store_after", "min_store_tokens", "checkpoint_interval")  # beside a pool
@@ -50,10 +50,7 @@ class PoolOption:
         if unknown := sorted(given.keys() - set(KEYS)):
             raise ConfigurationError(f"unknown key {unknown[0]!r} in a {POOL}; known keys are {', '.join(KEYS)}")
         file = given.get(REVISION_FILE)
-        if file is not None:
-            check_text(f"{REVISION_FILE} of a {POOL}", file)
-        if file is not None and given.get("revision") is not None:
-            raise ConfigurationError(f"the {POOL} has a revision and a {REVISION_FILE}: leave one of them out")
+        check_file(file, given.get("revision"), place=POOL)
         fields: dict[str, Any] = {name: value for name, value in given.items() if name != REVISION_FILE}
         return cls(NodePool(**fields), file)
 
@@ -103,15 +100,9 @@ def engine_pool(
     check_takes(planner)
     pool = option.of_engine(vllm_config)
     namespace = engine_namespace(pool, planner, vllm_config, planner.grid_tokens // hashes, 1)
-    return EnginePool(pool, namespace, f"cpu-prefix-cache-{_name_of(vllm_config)[:32]}")
-
-
-def _name_of(vllm_config: VllmConfig) -> str:
-    """A name that both processes of an engine know, and no other engine has, even if somebody has given two the same
-    engine_id.
-    """
-    ids = vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id
-    return sha256(" ".join(map(str, ids)).encode()).hexdigest()
+    # both processes of an engine know these, and no other engine has both, even if somebody gives two one engine_id
+    ids = [str(vllm_config.kv_transfer_config.engine_id), str(vllm_config.instance_id)]
+    return EnginePool(pool, namespace, f"cpu-prefix-cache-{digest(ids)[:32]}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
