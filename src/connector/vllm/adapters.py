@@ -9,8 +9,7 @@ the last reset. What is below the folder is not looked at: trainers keep checkpo
 Of an adapter whose files have changed nothing is loaded and nothing is stored, until a reset: what the device has of it
 may be of either, and vLLM may compute with either. A reset to a revision that there was before, as a `revision_file`
 may name, finds again what was stored under it, in a store or a pool: then the files count that were seen first under
-that revision. The files of an adapter that nobody has here (a name on a hub, or
-tensors in memory) cannot be looked at.
+that revision. The files of an adapter that nobody has here (a name on a hub, or tensors in memory) cannot be looked at.
 
 The files may be on a mount that hangs, and this is the engine's thread. So each look has a thread of its own, which
 ends with the look, and is waited for no longer than WAIT. An adapter without an answer is unknown: nothing is loaded

@@ -56,8 +56,8 @@ class TransferPlan(NamedTuple):
     store reads; else they fail.
 
     `holds_compute` marks a store that reads what the compute of its step overwrites, or a load that this compute reads.
-    A transfer that `is_early` touches
-    no device block that the compute of the step before uses, and need not wait for that.
+    A transfer that `is_early` touches no device block that the compute of the step before uses, and need not wait for
+    that.
     """
 
     id: int
