@@ -13,6 +13,7 @@ from benchmarks.deciding.hybrid_models import (
     main,
     token_bytes,
 )
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.model.report import advice, conversation_bytes, everything_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +122,22 @@ def test_each_row_of_the_page_is_one_of_the_results():
     printed = [row[:-1] for row in rows(conversation_table())]
     shown = [[row[0].removesuffix(" (fp8)"), *row[1:]] for row in rows(PAGE) if row[0].split(" (")[0] in PLANNERS]
     assert len(shown) == 6 and all(row in printed for row in shown)
+
+
+def kimi_linear(lanes):
+    latent = PrefixGroup(name="latent", block_tokens=256, block_bytes=7 * 1152 * 256, lanes=lanes)
+    state = StateGroup(name="state", block_tokens=256, block_bytes=20 * (32 * 128 * 128 * 4 + 3 * 4096 * 6) // 8)
+    return HybridChunkPlanner([latent, state], max_model_len=2**20, ranks=8)
+
+
+def test_a_latent_kept_once_takes_as_much_as_the_page_has():
+    (on_each, often), (once, often_once) = (
+        [conversation_bytes(kimi_linear(lanes), 2**15, at) // 10**6 for at in ([128], range(8, 129, 8))]
+        for lanes in (None, 1)
+    )
+    page = " ".join(PAGE.split())
+    assert f"take {once:,} MB instead of {on_each:,} with one checkpoint" in page
+    assert f"{often_once:,} instead of {often:,} with one every 2,048 tokens" in page
 
 
 def rows(text):
