@@ -199,7 +199,7 @@ def test_the_picture_of_the_rooms_is_drawn_from_their_imports():
     page = (HOME.parents[1] / "docs" / "design.md").read_text()
     drawn = {
         name: set(re.split(r",\s+", rooms)) - {"nothing"}
-        for name, rooms in re.findall(r"^\* `([\w.]+)` imports ([\w.,\s]+):", page, re.MULTILINE)
+        for name, rooms in re.findall(r"^\| `([\w.]+)` \| ([\w., ]+) \|", page, re.MULTILINE)
     }
     found = {room(file): set() for file in IN_ROOMS}
     for file in IN_ROOMS:
