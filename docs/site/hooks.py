@@ -33,6 +33,7 @@ NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 # Modules of the reference, each with its names; without names, those of its `__all__`.
 MODULES: dict[str, tuple[str, ...]] = {
     "cpu_prefix_cache": (),
+    "cpu_prefix_cache.by_keys": (),
     "cpu_prefix_cache.deciding": (),
     "cpu_prefix_cache.copying": (),
     "cpu_prefix_cache.tier": (),
