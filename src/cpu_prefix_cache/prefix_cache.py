@@ -23,7 +23,7 @@ Rules are numbered in README.md beside this file.
 
 import logging
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -412,9 +412,11 @@ class CPUPrefixCache:
 
     def statistics(self) -> CacheStatistics:
         """Counts of what the cache holds and has done so far. O(pins)."""
-        return self.edge.statistics(
+        copies = self.edge.statistics()
+        return replace(
+            copies,
             running=len(self._running),
-            work=self._work,
+            work=copies.work + self._work,
             hit_tokens=self._hit_tokens,
             union_misses=self._union_misses,
             hints=self._next_uses.statistics(),

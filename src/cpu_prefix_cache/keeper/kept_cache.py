@@ -31,7 +31,7 @@ from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Reques
 from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics, PoolStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
-from cpu_prefix_cache.offload.completion import COUNTED, FAILURES_IN_A_ROW
+from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.destinations import check_destinations
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
@@ -97,7 +97,7 @@ class KeptCache:
         self._epoch = 0
         self.is_off = False
         self._failures = Counter[Direction]()
-        self._counts = dict.fromkeys(COUNTED, 0)
+        self._counts = Counter[str]()  # by their names in CacheStatistics
         self._hit_tokens = 0
 
     # Questions
@@ -297,17 +297,11 @@ class KeptCache:
         """Counts of this engine. Only the keeper counts the slots."""
         loading = len(self._ledger.loads)
         return CacheStatistics(
-            pool=PoolStatistics(self._num_slots, self._ready, *[0] * 9),
+            pool=PoolStatistics(self._num_slots, self._ready),
             running=len(self._running),
             storing=len(self._ledger) - loading,
             loading=loading,
-            store_refusals=0,
-            store_declined=0,
-            lost_before_store=0,
-            remembered=0,
-            work=0,
             hit_tokens=self._hit_tokens,
-            union_misses=0,
             hints=NO_HINTS,
             **self._counts,
         )

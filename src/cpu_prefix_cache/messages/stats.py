@@ -9,15 +9,15 @@ class PoolStatistics:
 
     capacity: int
     ready: int
-    free: int
-    writing: int
-    cached: int
-    retired: int
-    pinned: int  # chunks somebody holds a pin on
-    protected: int  # cached blocks that these pins keep from eviction, at most: what two protect may count twice
-    evictions: int  # chunks and checkpoints evicted so far
-    unused_chunks: int  # of these: chunks that no request was given while they were here, nor anything below them
-    unused_checkpoints: int  # and checkpoints
+    free: int = 0
+    writing: int = 0
+    cached: int = 0
+    retired: int = 0
+    pinned: int = 0  # chunks somebody holds a pin on
+    protected: int = 0  # cached blocks that these pins keep from eviction, at most: what two protect may count twice
+    evictions: int = 0  # chunks and checkpoints evicted so far
+    unused_chunks: int = 0  # of these: chunks that no request was given while they were here, nor anything below them
+    unused_checkpoints: int = 0  # and checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +34,28 @@ NO_HINTS = HintStatistics()
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A CPUPrefixCache at one moment: its pool now, and counts since it was built."""
+    """A cache at one moment: its pool now, and counts since it was built. What it does not count is 0."""
 
     pool: PoolStatistics
-    running: int  # requests admitted and not yet finished or preempted
-    storing: int  # transfers planned or moving
-    loading: int
-    hit_tokens: int  # that admitted requests were given by loads, whatever became of these
-    chunks_stored: int
-    checkpoints_stored: int
-    chunks_loaded: int
-    bytes_stored: int  # on each rank, like all bytes here
-    bytes_loaded: int
-    stores_failed: int  # transfers that a rank reported as such
-    loads_failed: int  # late ones, and those whose source was gone, too; not those that a reset cancelled
-    store_refusals: int  # times a chunk was not stored because the pool was full of pinned and unfinished ones
-    store_declined: int  # times a chunk was not stored: not worth the room to the policy, or held back
-    store_cancelled: int  # times a chunk was not stored: its transfer failed, or a reset or a failed parent came first
-    store_unfit: int  # times a chunk was not stored: it, or one above it, has bytes that do not fit their codec
-    union_misses: int  # prompts that device and host together could have resumed later than either alone
-    lost_before_store: int  # lazy: chunks that the device evicted before they could be stored, counted late; eager: 0
-    remembered: int  # chunks whose parent the cache remembers for the lazy walk
-    work: int  # chunks looked at by the deciding half: the cost that rule 16 bounds
+    running: int = 0  # requests admitted and not yet finished or preempted
+    storing: int = 0  # transfers planned or moving
+    loading: int = 0
+    hit_tokens: int = 0  # that admitted requests were given by loads, whatever became of these
+    chunks_stored: int = 0
+    checkpoints_stored: int = 0
+    chunks_loaded: int = 0
+    bytes_stored: int = 0  # on each rank, like all bytes here
+    bytes_loaded: int = 0
+    stores_failed: int = 0  # transfers that a rank reported as such
+    loads_failed: int = 0  # late ones, and those whose source was gone, too; not those that a reset cancelled
+    store_refusals: int = 0  # times a chunk was not stored because the pool was full of pinned and unfinished ones
+    store_declined: int = 0  # times a chunk was not stored: not worth the room to the policy, or held back
+    store_cancelled: int = 0  # times a chunk was not stored: its transfer or that of its parent failed, or a reset came
+    store_unfit: int = 0  # times a chunk was not stored: it, or one above it, has bytes that do not fit their codec
+    union_misses: int = 0  # prompts that device and host together could have resumed later than either alone
+    lost_before_store: int = 0  # lazy: chunks that the device evicted before they could be stored, counted late
+    remembered: int = 0  # chunks whose parent the cache remembers for the lazy walk
+    work: int = 0  # chunks looked at by the deciding half: the cost that rule 16 bounds
     hints: HintStatistics = NO_HINTS
 
 

@@ -25,17 +25,6 @@ logger = logging.getLogger(__name__)
 FAILURES_IN_A_ROW = 5  # one copy may fail by chance, so many do not
 # Of trained KV nothing was seen not to fit. More than so many, and this share of what is stored, are worth a warning.
 MANY_UNFIT, UNFIT_SHARE = 20, 0.01
-COUNTED = (  # as CacheStatistics names them
-    "chunks_stored",
-    "checkpoints_stored",
-    "bytes_stored",
-    "stores_failed",
-    "store_cancelled",
-    "store_unfit",
-    "chunks_loaded",
-    "bytes_loaded",
-    "loads_failed",
-)
 
 
 class Completion:
@@ -55,7 +44,7 @@ class Completion:
         self._offload = offload
         self._running = running
         self._failures_in_a_row = Counter[Direction]()
-        self.counts = dict.fromkeys(COUNTED, 0)
+        self.counts = Counter[str]()  # by their names in CacheStatistics
         self._has_warned = False  # of chunks that do not fit
 
     def land(self, transfer: Transfer) -> Sequence[StoreTransfer]:

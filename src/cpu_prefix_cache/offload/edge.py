@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
-from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics, HintStatistics
+from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import Completion
@@ -69,30 +69,19 @@ class Edge:
         """Whether the last FAILURES_IN_A_ROW transfers in this direction have all failed."""
         return self._completion.has_failed_often(direction)
 
-    def statistics(
-        self,
-        *,
-        running: int = 0,
-        work: int = 0,
-        hit_tokens: int = 0,
-        union_misses: int = 0,
-        hints: HintStatistics = NO_HINTS,
-    ) -> CacheStatistics:
-        """Counts of the pool and of all copies, with those of the cache that has this edge. O(pins)."""
+    def statistics(self) -> CacheStatistics:
+        """Counts of the pool and of all copies. O(pins)."""
         loading = len(self.ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
-            running=running,
             storing=len(self.ledger) - loading,
             loading=loading,
             store_refusals=self.stores.refusals,
             store_declined=self.stores.declined,
             lost_before_store=self.offload.lost,
             remembered=self.offload.remembered,
-            work=work + self.offload.work,
-            hit_tokens=hit_tokens,
-            union_misses=union_misses,
-            hints=hints,
+            work=self.offload.work,
+            hints=NO_HINTS,
             **self._completion.counts,
         )
 
