@@ -70,7 +70,7 @@ class Lazy(Eager):
         parents: Ancestry | None = None,
     ) -> None:
         device = stores.device
-        self._parents = DeviceAncestry(device, stores.pool, stores.planner) if parents is None else parents
+        self._parents = DeviceAncestry(device, stores.planner, stores.is_covered) if parents is None else parents
         super().__init__(stores, self._parents)
         self._device = device
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:
@@ -81,14 +81,13 @@ class Lazy(Eager):
         self._running = running
         self._chunk_blocks = max(1, stores.chunk_blocks)
         self._front: Places = {}
-        self._settled: set[bytes] = set()
         self._examined_at: tuple[Any, ...] | None = None  # `_progress` then
 
     # Reported
 
     def confirmed(self, running: Running, before: int) -> None:
         self._parents.add(running.keys, before, running.confirmed)
-        self._settled.difference_update(running.keys[before : running.confirmed])
+        self._parents.settled.difference_update(running.keys[before : running.confirmed])
         self._became_known(running.keys[before : running.confirmed])
         super().confirmed(running, before)
         self.work += running.confirmed - before
@@ -112,7 +111,7 @@ class Lazy(Eager):
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
         used = keys[:chunks]
-        self._settled.difference_update(used)
+        self._parents.settled.difference_update(used)
         again = [key for key in used if key in self._front] if self._front else []
         for key, blocks in zip(again, self._device.find_all(again), strict=True):
             del self._front[key]
@@ -124,17 +123,14 @@ class Lazy(Eager):
             self._front.clear()  # some of it may not be covered
 
     def committed(self, keys: Sequence[bytes]) -> None:
-        self._parents.saved(keys)
-        self._settled.update(keys)
+        self._parents.settled.update(keys)
 
     def unfit(self, keys: Sequence[bytes]) -> None:
         super().unfit(keys)
-        self._settled.update(keys)
-        self._parents.unwanted(keys)
+        self._parents.settled.update(keys)
 
     def reset(self) -> None:
         self._parents.clear()
-        self._settled.clear()
         self._front.clear()
         self._examined_at = None
         super().reset()
@@ -146,7 +142,7 @@ class Lazy(Eager):
         return waiting >= min(blocks, self._device.num_waiting)
 
     def plan(self) -> None:
-        self._settled.difference_update(self._parents.sweep())
+        self._parents.sweep()
         self._examine()
         if self._is_short:
             super().plan()
@@ -195,8 +191,8 @@ class Lazy(Eager):
                 handed_out.append(name)
         for name in handed_out:
             del self._front[name]
-        keys = [name for name in handed_out if isinstance(name, bytes)]
-        self._settled.difference_update(self._parents.handed_out(keys) if keys else ())
+        if keys := [name for name in handed_out if isinstance(name, bytes)]:
+            self._parents.handed_out(keys)
 
     def _progress(self) -> tuple[Any, ...]:
         """Changes when something may be left to be done: blocks came or went, stores have ended, the host has grown."""
@@ -234,9 +230,9 @@ class Lazy(Eager):
             return
         self.work += len(places)
         missing = self._pool.missing(name for name in places if isinstance(name, bytes))
-        uncovered = set(missing).difference(self._stores.ledger.writing).difference(self._settled)
+        uncovered = set(missing).difference(self._stores.ledger.writing).difference(self._parents.settled)
         held = self._stores.ledger.held_by_walk() if uncovered else 0
-        front, settled = self._front, self._settled
+        front, settled = self._front, self._parents.settled
         for name, block in places.items():
             if name in uncovered and name not in settled:
                 transfer, stop = self._store(name, held)
@@ -260,8 +256,8 @@ class Lazy(Eager):
         chain = self._missing_chain(key)
         if chain is None:
             return None, Stop.NOT_ON_DEVICE
-        if not self._settled.isdisjoint(chain.keys):
-            self._settled.update(chain.keys)
+        if not self._parents.settled.isdisjoint(chain.keys):
+            self._parents.settled.update(chain.keys)
             return None, Stop.SETTLED
         wanted = self._stores.device_blocks(chain)
         portion = chain
@@ -292,8 +288,7 @@ class Lazy(Eager):
     def _noted(self, left: Sequence[bytes], stop: Stop) -> Stop:
         """The stop, after which these were left."""
         if stop is Stop.DECLINED:
-            self._settled.update(left)
-            self._parents.unwanted(left)
+            self._parents.settled.update(left)
         return stop
 
     def _missing_chain(self, key: bytes) -> Chain | None:

@@ -3,7 +3,7 @@
 What the pool evicts before it was stored is counted when it has left: the pool keeps the keys until then.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
@@ -18,20 +18,18 @@ class HostAncestry(Ancestry):
         self._host = host
         self._planner = planner
         self._is_covered = is_covered
-        self._unwanted: set[bytes] = set()
+        self.settled = set[bytes]()
         self.lost = 0
         host.log_departures()
 
     def __len__(self) -> int:
         return 0
 
-    def sweep(self) -> Collection[bytes]:
-        """Count what has left the host unsaved. Returns what has left it."""
+    def sweep(self) -> None:
+        """Count what has left the host unsaved."""
         departed = self._host.take_departed()
-        for key in departed:
-            self.lost += not self._is_covered(key) and key not in self._unwanted
-            self._unwanted.discard(key)
-        return departed
+        self.lost += sum(not (key in self.settled or self._is_covered(key)) for key in departed)
+        self.settled.difference_update(departed)
 
     def is_dependent(self, key: bytes) -> bool:
         node = self._host.find(key)
@@ -57,12 +55,9 @@ class HostAncestry(Ancestry):
             node = host.parent(node)
         return run[::-1], None if node == host.root else self._key(node)
 
-    def unwanted(self, keys: Sequence[bytes]) -> None:
-        self._unwanted.update(keys)
-
     def clear(self) -> None:
         self._host.take_departed()
-        self._unwanted.clear()
+        self.settled.clear()
 
     def _key(self, node: int) -> bytes:
         key = self._host.key(node)
