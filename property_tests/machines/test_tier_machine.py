@@ -35,7 +35,7 @@ from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierRepor
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.engine import cache_options
 from cpu_prefix_cache.testing.slots import PoolSlots
-from cpu_prefix_cache.tiers import questions, tiered_cache
+from cpu_prefix_cache.tiers import questions, tier_cache, tiered_cache
 from property_tests.machines.test_hybrid_cache_machine import LAYOUTS, HybridCacheMachine
 from property_tests.machines.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine
 from property_tests.models.engines import QueueSlots
@@ -97,7 +97,7 @@ class WithTier(PrefixCacheMachine):
     def build_tier(self, options: dict[str, Any], host: dict[str, Any]) -> None:
         self.tier, self.host_options = options, host
         self.ranks = range(host["ranks"])
-        self.patch.setattr(tiered_cache, "READ_BYTES", options["slice_blocks"] * self.planner.host_block_bytes)
+        self.patch.setattr(tier_cache, "READ_BYTES", options["slice_blocks"] * self.planner.host_block_bytes)
         self.patch.setattr(tiered_cache, "PROMOTED_SHARE", options["share"])
         self.tiers = [self.new_tier() for _ in self.ranks]
         self.budget = max(self.planner.host_blocks_per_chunk, self.host_blocks // options["share"])

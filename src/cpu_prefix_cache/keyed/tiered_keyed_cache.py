@@ -20,14 +20,13 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.messages.tier import READ_BYTES, SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.edge import Ended
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer
+from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 
-USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
 GRACE_SECONDS = 1.0  # beyond twice the time that reading takes: a disk that is busy
 
 
@@ -47,7 +46,7 @@ class TieredKeyedCache(KeyedCache):
         ready_blocks: int | None = None,
         policy: str = "lru",
     ) -> None:
-        _check(planner, host_blocks, below)
+        _check(planner, below)
         super().__init__(
             planner,
             host_blocks=host_blocks,
@@ -55,15 +54,11 @@ class TieredKeyedCache(KeyedCache):
             policy=policy,
             thresholds=None,
         )
-        if below.offload is None and policy != "lru":
-            below = replace(below, offload="eager")
         self.below = TierCache(planner, self.pool, below, CacheOptions(policy=policy), ranks=1)
         self._pools.append(self.below.pool)
         self._reads: dict[Hashable, Promotion] = {}  # by id
         self._waiting: list[KeyedLoad] = []
         self._ready: list[KeyedLoad] = []
-        slice_blocks = READ_BYTES // planner.host_block_bytes
-        self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
         self._read_tokens = 0
         self._now = 0.0
 
@@ -125,8 +120,7 @@ class TieredKeyedCache(KeyedCache):
         for at, keys in self._wanted_sides(load.keys, load.blocks):
             for chain in self._missing_sides(at, keys):
                 self._promote(self._side_stores[at], chain)
-        seconds = (queue + self.below.queue_bytes) / (self.below.load_rate or USUAL_BYTES_PER_SECOND)
-        load.deadline = self._now + 2 * seconds + GRACE_SECONDS
+        load.deadline = self._now + 2 * self.below.seconds_to_read(queue + self.below.queue_bytes) + GRACE_SECONDS
 
     def _promote(self, stores: StorePlanner, chain: Chain) -> None:
         for part in self._slices(chain):
@@ -145,7 +139,7 @@ class TieredKeyedCache(KeyedCache):
         above, begin = chain.parent_key, 0
         for end, _ in ends(self.below.pool, self.below.pool.find_all(chain.keys)):
             while begin < end:
-                part = chain.keys[begin : min(end, begin + self._slice_chunks)]
+                part = chain.keys[begin : min(end, begin + self.below.slice_chunks)]
                 yield Chain(above, part)
                 above, begin = part[-1], begin + len(part)
 
@@ -176,7 +170,7 @@ class TieredKeyedCache(KeyedCache):
     def report(self, report: RankReport) -> list[Ended]:
         ended = super().report(report)
         for each in ended:
-            self._arrived(each.committed)
+            self.below.arrived(each.committed)
         return ended
 
     def plan_below(self) -> TierPlan:
@@ -189,12 +183,8 @@ class TieredKeyedCache(KeyedCache):
             load = ended.transfer
             if isinstance(load, LoadTransfer):
                 store = self._reads.pop(load.request_id)
-                self._arrived(self.edge.promoted(store, ended.ok, load.good))
+                self.below.arrived(self.edge.promoted(store, ended.ok, load.good))
         self._advance()
-
-    def _arrived(self, stores: Sequence[StoreTransfer]) -> None:
-        for store in stores:
-            self.below.demotion.arrived(store.keys)
 
     def reset(self, revision: str | None = None) -> None:
         """As of any cache. Who names the same `revision` finds in the tier what was stored under it."""
@@ -218,12 +208,7 @@ class TieredKeyedCache(KeyedCache):
         self.below.edge.check_valid()
 
 
-def _check(planner: KeyPlanner, host_blocks: int, below: TierOptions) -> None:
-    if below.slots < SLOTS_BY_HOST * host_blocks:
-        raise ConfigurationError(
-            f"a tier needs at least {SLOTS_BY_HOST * host_blocks} slots, twice the host's blocks, because it holds "
-            f"what the host has too; got {below.slots}"
-        )
+def _check(planner: KeyPlanner, below: TierOptions) -> None:
     if below.ask_seconds is not None:
         raise ConfigurationError(
             "lookups by keys are answered at once, and a store that machines share takes time: take a FileTier"

@@ -24,12 +24,13 @@ import logging
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.generations import begin_of, range_of
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label, TransferPlan
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import READ_BYTES, SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.break_even import BreakEven
@@ -40,7 +41,7 @@ from cpu_prefix_cache.offload.edge import Edge, Ended
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.lazy import MARGIN
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
@@ -58,6 +59,7 @@ EAGER_FROM = 10  # times the host's blocks: from there on eager writes no more t
 # After FAILURES_IN_A_ROW a tier is left alone: long enough for a file system that hangs, short for a server's life. A
 # store is tried by a question that no request waits for, so sooner.
 PAUSE_SECONDS, STORE_PAUSE_SECONDS = 30.0, 5.0
+USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
 STALL_SECONDS = 5.0  # for one read of 32 MiB, beyond its deadline: a disk that hangs, and not one that is slow
 
 
@@ -72,7 +74,10 @@ class HostDevice(PooledDevice):
 class TierCache:
     """A tier with the given options below `host`, the pool of a cache for `planner` that has the options `above`.
 
-    Without a mode of offload it is eager from EAGER_FROM times the host's blocks on.
+    Without a mode of offload it is eager from EAGER_FROM times the host's blocks on, and where lazy could not tell in
+    time what the host evicts next, since its policy is not LRU.
+
+    Raises ConfigurationError for a tier smaller than SLOTS_BY_HOST times the host.
     """
 
     def __init__(
@@ -85,12 +90,18 @@ class TierCache:
         ranks: int,
         log_boundaries: bool = False,
     ) -> None:
+        if options.slots < SLOTS_BY_HOST * host.capacity:
+            raise ConfigurationError(
+                f"a tier needs at least {SLOTS_BY_HOST * host.capacity} slots, twice the host's blocks, because it "
+                f"holds what the host has too; got {options.slots}"
+            )
         self.host = host
-        is_large = options.slots >= EAGER_FROM * host.capacity
-        self._is_eager = is_large if options.offload is None else options.offload == "eager"
+        is_better_eager = options.slots >= EAGER_FROM * host.capacity or above.policy != "lru"
+        self._is_eager = is_better_eager if options.offload is None else options.offload == "eager"
         chunks = host.capacity // max(1, host.shape.blocks_per_chunk)
         written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
         self.planner = planner.below()
+        self.slice_chunks = max(1, READ_BYTES // planner.host_block_bytes // max(1, planner.host_blocks_per_chunk))
         thresholds = Thresholds(above.store_after, above.min_store_tokens)
         self.pool = new_pool(
             self.planner, options.slots, options.policy, thresholds=thresholds, log_boundaries=log_boundaries
@@ -149,6 +160,10 @@ class TierCache:
         """Bytes a second that the slowest rank reads; None until all have measured it."""
         return self.edge.break_even.load_bytes_per_second if self.edge.break_even.has_load_rate else None
 
+    def seconds_to_read(self, num_bytes: int) -> float:
+        """How long the slowest rank reads so many bytes, or a usual one until that was measured."""
+        return num_bytes / (self.load_rate or USUAL_BYTES_PER_SECOND)
+
     @property
     def queue_bytes(self) -> int:
         """Bytes of reads before anything that is requested now."""
@@ -189,6 +204,11 @@ class TierCache:
             logger.info("the tier is written again")
             self._failing_since, self.demotion.is_failing = None, False
             self.edge.forgive()
+
+    def arrived(self, stores: Sequence[StoreTransfer]) -> None:
+        """The chunks of these stores can be found on the host now."""
+        for store in stores:
+            self.demotion.arrived(store.keys)
 
     def admitted(self, id: Hashable) -> None:
         """A request has begun to compute, and needs nothing more."""

@@ -33,14 +33,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.next_use import usable_next_use
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import StepPlan
 from cpu_prefix_cache.messages.request import Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.texts import check_text
-from cpu_prefix_cache.messages.tier import READ_BYTES, SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
@@ -57,7 +56,6 @@ from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
 PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
-USUAL_BYTES_PER_SECOND = 1e9  # for deadlines, until the rate is measured
 MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
 # So much of a prompt is read where the rate is not known, or seems too low: enough to measure it (`slab/meter.py`).
 TRIAL_BYTES, TRIAL_SECONDS = 256 << 20, 60.0
@@ -106,11 +104,6 @@ class TieredCache(CPUPrefixCache):
         options: CacheOptions = USUAL_OPTIONS,
         engine: EngineTraits = USUAL_ENGINE,
     ) -> None:
-        if below.slots < SLOTS_BY_HOST * host_blocks:
-            raise ConfigurationError(
-                f"a tier needs at least {SLOTS_BY_HOST * host_blocks} slots, twice the host's blocks, because it holds "
-                f"what the host has too; got {below.slots}"
-            )
         super().__init__(
             planner,
             device,
@@ -120,8 +113,6 @@ class TieredCache(CPUPrefixCache):
             engine=engine,
             is_above_tier=True,
         )
-        if below.offload is None and options.policy != "lru":
-            below = replace(below, offload="eager")
         self.below = TierCache(
             planner, self.pool, below, options, ranks=engine.ranks, log_boundaries=engine.log_boundaries
         )
@@ -139,8 +130,6 @@ class TieredCache(CPUPrefixCache):
         self._expected = Expected(self._budget)
         self._ahead: Want | None = None  # of the first expected prompt
         self._read_at = 0.0  # when a request last began to wait for the tier
-        slice_blocks = max(1, READ_BYTES // planner.host_block_bytes)
-        self._slice_chunks = max(1, slice_blocks // max(1, planner.host_blocks_per_chunk))
         self._now = 0.0
         self._tier_hit_tokens = self._asked = self._late = self._declined = self._read_ahead = 0
 
@@ -222,7 +211,7 @@ class TieredCache(CPUPrefixCache):
 
     def _deadline(self, num_bytes: int) -> float:
         """When so many bytes should have been read, twice over."""
-        return self._now + 2 * num_bytes / (self.below.load_rate or USUAL_BYTES_PER_SECOND) + PENDING_GRACE_SECONDS
+        return self._now + 2 * self.below.seconds_to_read(num_bytes) + PENDING_GRACE_SECONDS
 
     def _want_queued(self) -> None:
         """Note wants of queued requests, first come, first served, as far as there is room."""
@@ -476,8 +465,7 @@ class TieredCache(CPUPrefixCache):
         return super()._is_elsewhere(key) or self.below.pool.find(key) is not None
 
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
-        for store in stores:
-            self.below.demotion.arrived(store.keys)
+        self.below.arrived(stores)
 
     def _end_want(self, want: Want) -> None:
         """Its lease ends. What is being read for it goes on."""
@@ -518,7 +506,7 @@ class TieredCache(CPUPrefixCache):
         while covered < want.stop:
             end = covered
             if self.below.can_be_read:
-                end = self.below.pool.resident_run(keys, covered, min(want.stop, covered + self._slice_chunks))
+                end = self.below.pool.resident_run(keys, covered, min(want.stop, covered + self.below.slice_chunks))
             if end == covered:
                 want.stop = covered  # the tier has lost it, or is left alone
                 break
@@ -566,7 +554,7 @@ class TieredCache(CPUPrefixCache):
             return 0
         width = self.planner.host_blocks_per_chunk
         if not width:
-            return self._slice_chunks
+            return self.below.slice_chunks
         return max(0, (self._budget - self._promoted) // width)
 
     def _read(self, want: Want, chain: Chain) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from cpu_prefix_cache import Hit, Pending
-from cpu_prefix_cache.tiers import expected, tiered_cache
+from cpu_prefix_cache.tiers import expected, tier_cache
 from cpu_prefix_cache.tiers.questions import LATE_SECONDS
 from property_tests.strategies import chain
 from tests.unit.tiers.small_tier import GRID, SECONDS, Shared, chain_names, with_tier
@@ -11,7 +11,7 @@ from tests.unit.tiers.small_tier import GRID, SECONDS, Shared, chain_names, with
 
 @pytest.fixture(autouse=True)
 def slices_of_two_chunks(monkeypatch):
-    monkeypatch.setattr(tiered_cache, "READ_BYTES", 2 * 4096)
+    monkeypatch.setattr(tier_cache, "READ_BYTES", 2 * 4096)
 
 
 def expects(engine, *prompts):

@@ -11,7 +11,7 @@ from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
 from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored, Direction, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import tier_cache, tiered_cache
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, TRIAL_SECONDS
@@ -21,7 +21,7 @@ from tests.unit.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain
 
 @pytest.fixture(autouse=True)
 def slices_of_two_chunks(monkeypatch):
-    monkeypatch.setattr(tiered_cache, "READ_BYTES", 2 * 4096)
+    monkeypatch.setattr(tier_cache, "READ_BYTES", 2 * 4096)
 
 
 def with_tier(prompt="abcd", **options):

@@ -4,14 +4,14 @@ import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending
 from cpu_prefix_cache.deciding import CPUPrefixCache, Request
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import tier_cache
 from property_tests.strategies import chain
 from tests.unit.tiers.small_tier import GRID, Shared, chain_names, with_tier
 
 
 @pytest.fixture(autouse=True)
 def slices_of_two_chunks(monkeypatch):
-    monkeypatch.setattr(tiered_cache, "READ_BYTES", 2 * 4096)
+    monkeypatch.setattr(tier_cache, "READ_BYTES", 2 * 4096)
 
 
 def queues(engine, *prompts):
