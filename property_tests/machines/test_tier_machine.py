@@ -633,7 +633,7 @@ class WithTier(PrefixCacheMachine):
         """Count what is being read, and what was read and waits to be admitted (edges 7 and 30 of the study)."""
         pool, stores = self.cache.pool, [store for store, *_ in self.cache._slices.values()]
         moving = sum(1 for store in stores for node in store.nodes for _ in pool.all_blocks_of(node))
-        assert moving + sum(want.blocks for want in self.cache._wants.values()) <= self.budget
+        assert moving + sum(want.blocks for want in self.cache._open) <= self.budget
 
     @invariant()
     def the_tiers_log_lists_where_requests_can_be_brought(self) -> None:
