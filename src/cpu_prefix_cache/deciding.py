@@ -26,10 +26,11 @@ from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.index.boundary_log import BoundariesRemoved, BoundariesStored, BoundaryEvent
 from cpu_prefix_cache.keeper.kept_cache import KeptCache, check_takes
 from cpu_prefix_cache.messages.errors import InternalError, PoolExhausted
+from cpu_prefix_cache.messages.numbers import check_whole
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, CheckpointAt, Request
-from cpu_prefix_cache.messages.sizes import check_whole, num_bytes, parse_bytes
+from cpu_prefix_cache.messages.sizes import num_bytes, parse_bytes
 from cpu_prefix_cache.messages.stats import CacheStatistics, HintStatistics, PoolStatistics
 from cpu_prefix_cache.messages.tier import BlockName
 from cpu_prefix_cache.model.codec import CODECS, RAW, Codec, codec_of

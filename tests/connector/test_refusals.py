@@ -89,7 +89,7 @@ def test_a_model_that_generates_without_a_cache_is_refused():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"max_model_len": "500"}, "max_model_len must be a whole number, got '500'"),
+        ({"max_model_len": "500"}, "max_model_len must be a whole number of at least 1, got '500'"),
         ({"block_tokens": 8.5}, "block_tokens must be a whole number"),
         ({"host_bytes": 6e7}, 'host_bytes must be a whole number of bytes, or a text such as "2GiB"; got 60000000.0'),
         ({"host_bytes": "much"}, "64GiB or 500GB.*got 'much'"),

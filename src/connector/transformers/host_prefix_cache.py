@@ -111,7 +111,9 @@ class HostPrefixCache:
         below: FileTier | SharedTier | None = None,
         wrap_copier: CopierWrapper | None = None,
     ) -> None:
-        check_whole(block_tokens=block_tokens, max_model_len=max_model_len, checkpoint_interval=checkpoint_interval)
+        check_whole("block_tokens", block_tokens, least=1)
+        if max_model_len is not None:
+            check_whole("max_model_len", max_model_len, least=1)
         warn_if_untested()
         devices = {str(each.device) for each in model.parameters()}
         if len(devices) > 1:

@@ -1,8 +1,7 @@
-"""Options that are numbers, as people write them: whole ones, and of bytes."""
+"""Options that are numbers of bytes, as people write them."""
 
 import operator
 import re
-from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -35,14 +34,3 @@ def num_bytes(name: str, size: int | str) -> int:
         raise ConfigurationError(
             f'{name} must be a whole number of bytes, or a text such as "2GiB"; got {size!r}'
         ) from None
-
-
-def check_whole(**options: Any) -> None:
-    """Raise ConfigurationError for an option that is neither a whole number nor None."""
-    for name, value in options.items():
-        if value is None:
-            continue
-        try:
-            operator.index(value)
-        except TypeError:
-            raise ConfigurationError(f"{name} must be a whole number, got {value!r}") from None
