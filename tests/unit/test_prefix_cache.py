@@ -952,7 +952,25 @@ def test_no_more_waits_for_room_than_the_device_can_have():
             engine.computes(id)
             engine.preempts(id)
             engine.copies()
-        assert 0 < len(engine.cache.edge.offload._retries) <= 8 // 3
+        assert 0 < len(engine.cache.edge.offload._left) <= 8 // 3
+
+
+def test_nothing_is_tried_again_while_the_host_does_not_grow(monkeypatch):
+    engine, tried = Engine("eager", host=9, ready_blocks=2), list[str]()
+    for prompt in ("abc", "xyz", "pqrs"):
+        engine.serves(prompt)
+    store = engine.cache.edge.offload._store_ended
+
+    def again(running):
+        tried.append(running.keys[-1].decode())
+        store(running)
+
+    monkeypatch.setattr(engine.cache.edge.offload, "_store_ended", again)
+    for ready, now in ((2, ""), (4, ""), (5, "abc"), (5, ""), (8, "xyz"), (9, "pqrs"), (9, "")):
+        before = len(tried)
+        engine.reports(ready_blocks=ready)
+        engine.copies()
+        assert "".join(tried[before:]) == now, f"{ready} blocks are ready"
 
 
 def test_evicted_or_reset_chunks_are_not_stored_as_the_host_becomes_ready():

@@ -5,8 +5,9 @@ In a model that needs checkpoints a chunk is stored in the hope of one below it 
 What does not fit its codec is left alone, and what hangs below it, until it is computed again: else all of it would be
 copied again for each chunk that a request adds.
 
-While the host is still being prepared there may be no room for what has room a moment later. So what a request leaves
-behind is tried again then (`retries.py`).
+A host region takes seconds to prepare, and meanwhile there may be no room for what has room a moment later. So what a
+request leaves behind is stored when the host has grown, the oldest first; nothing is evicted for it before the host has
+grown to its end. Where a rank is short of memory it never does, so no more is kept than the device has.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +17,6 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.ancestry import Ancestry
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.retries import Retries
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
 
@@ -31,7 +31,8 @@ class Eager(Offload):
         super().__init__(stores, parents)
         self._due: dict[Hashable, Running] = {}
         self._unfit: dict[bytes, None] = {}  # the first of each store, in their order; as many as the device holds
-        self._retries = Retries(stores.pool, stores.device_chunks, self._missing)
+        self._left: dict[Hashable, Running] = {}  # ended before the host had room for them
+        self._left_at = 0  # host blocks that were ready when these were tried last
 
     # Reported
 
@@ -59,7 +60,7 @@ class Eager(Offload):
     def reset(self) -> None:
         self._due.clear()
         self._unfit.clear()
-        self._retries.clear()
+        self._left.clear()
 
     # Asked
 
@@ -69,19 +70,26 @@ class Eager(Offload):
             self._store_confirmed(running)
 
     def catch_up(self) -> None:
-        """Store what found no room while the host was being prepared."""
-        for running in self._retries.that_fit():
+        """Store what found no room while the host was being prepared, as far as there is some now."""
+        pool = self._pool
+        if self._left_at == pool.ready:
+            return
+        self._left_at = pool.ready
+        for running in list(self._left.values()):
+            missing = running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
+            if pool.ready < pool.capacity and missing * pool.shape.blocks_per_chunk > len(pool.free):
+                break
+            del self._left[running.id]
             self._store_ended(running)
 
     def _store_ended(self, running: Running) -> None:
         refusals = self._stores.refusals
         self._store_confirmed(running, ended=True)
-        if self._stores.refusals > refusals:
-            self._retries.add(running)
-
-    def _missing(self, running: Running) -> int:
-        """How many of its chunks the host lacks and no store is writing."""
-        return running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
+        if self._stores.refusals > refusals and self._pool.ready < self._pool.capacity:
+            self._left.pop(running.id, None)
+            self._left[running.id] = running
+            while sum(each.confirmed for each in self._left.values()) > self._stores.device_chunks:
+                del self._left[next(iter(self._left))]
 
     def _store_confirmed(self, running: Running, *, ended: bool = False) -> None:
         """Store the confirmed chunks and checkpoints of a request that the host lacks.
