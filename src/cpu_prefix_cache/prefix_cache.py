@@ -33,7 +33,6 @@ from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, Ste
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.destinations import check_destinations
@@ -129,8 +128,7 @@ class CPUPrefixCache:
         stores = StorePlanner(self.coordinator, device, TransferLedger(engine.ranks), margin)
         when = self._new_offload(stores, offload)
         self._running = RunningRequests(self.coordinator, device, when, engine.steps)
-        rates = BreakEven(options.min_load_tokens, planner.chunk_bytes / planner.grid_tokens, engine.ranks)
-        self.edge = Edge(stores, when, rates, running=self._running)
+        self.edge = Edge(stores, when, min_load_tokens=options.min_load_tokens, running=self._running)
         self._is_full = False  # in this step a load had no room beside others
         self._hit_tokens = self._union_misses = 0
         self._next_uses = NextUses()

@@ -27,7 +27,6 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.stats import CacheStatistics
-from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.edge import Edge, Ended
@@ -72,8 +71,7 @@ class KeyedCache:
             at: StorePlanner(KVCacheCoordinator(planner.of_side(at), self.pool), self._given, ledger)
             for at in planner.side_groups
         }
-        rates = BreakEven(0, planner.chunk_bytes / planner.grid_tokens, ranks=1)
-        self.edge = Edge(self._stores, Offload(self._stores), rates)
+        self.edge = Edge(self._stores, Offload(self._stores))
         self._leases = set[FoundKeys]()
         self.leases_left = 0  # that were not released
 

@@ -40,7 +40,8 @@ class Ended(NamedTuple):
 
 class Edge:
     """The copies of the ledger of `stores`. `offload` decides what is stored; `running` are the requests that have not
-    ended, which may still use what they stored; `break_even` knows the rate of the link.
+    ended, which may still use what they stored. `min_load_tokens` is the shortest load that is worth it; None: it
+    follows from the rates that are reported.
 
     While it `is_off` nothing is stored.
     """
@@ -49,12 +50,14 @@ class Edge:
         self,
         stores: StorePlanner,
         offload: Offload,
-        break_even: BreakEven,
         *,
+        min_load_tokens: int | None = 0,
         running: Container[Hashable] = (),
     ) -> None:
         self.pool, self.device, self.ledger = stores.pool, stores.device, stores.ledger
-        self.stores, self.offload, self.break_even = stores, offload, break_even
+        self.stores, self.offload = stores, offload
+        bytes_per_token = stores.planner.chunk_bytes / stores.planner.grid_tokens
+        self.break_even = BreakEven(min_load_tokens, bytes_per_token, self.ledger.ranks)
         self.epoch = 0
         self.is_off = False
         self._completion = Completion(self.pool, self.ledger, self.device, offload, running)

@@ -33,7 +33,6 @@ from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import READ_BYTES, SLOTS_BY_HOST, TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.device import PooledDevice
@@ -111,8 +110,7 @@ class TierCache:
         self.ancestry = HostAncestry(host, self.planner, stores.is_covered)
         steps = EngineSteps(max_tokens=written * planner.grid_tokens)
         self.demotion = Demotion(stores, steps, self.ancestry, is_eager=self._is_eager)
-        rates = BreakEven(0, self.planner.chunk_bytes / self.planner.grid_tokens, ranks)
-        self.edge = Edge(stores, self.demotion, rates)
+        self.edge = Edge(stores, self.demotion)
         self._found = FoundBefore(self.coordinator)
         self._generations = array("Q", bytes(8 * options.slots))  # of each slot
         self._first = self._next = 0  # generations: the first that is served, the next that is given
