@@ -361,18 +361,14 @@ class TierCache:
 
     def _give_generations(self, copies: Sequence[GroupCopy]) -> None:
         """One for each chunk, whatever its groups, and one for each piece of a checkpoint: in the order of a chain."""
-        first, chunks = self._next, 0
-        for copy in (each for each in copies if self.planner.pieces[each.group].in_chunk):
-            width = self.planner.pieces[copy.group].host_blocks
-            chunks = len(copy.host_blocks) // width
+        given: dict[Hashable, int] = {}
+        for copy in sorted(copies, key=lambda copy: not self.planner.pieces[copy.group].in_chunk):
+            piece = self.planner.pieces[copy.group]
             for at, slot in enumerate(copy.host_blocks):
-                self._generations[slot] = first + at // width
-        self._next += chunks
-        for copy in (each for each in copies if not self.planner.pieces[each.group].in_chunk):
-            width = self.planner.pieces[copy.group].host_blocks
-            for at, slot in enumerate(copy.host_blocks):
-                self._generations[slot] = self._next + at // width
-            self._next += len(copy.host_blocks) // width
+                number = at // piece.host_blocks
+                name = number if piece.in_chunk else (copy.group, number)
+                self._generations[slot] = self._next + given.setdefault(name, len(given))
+        self._next += len(given)
 
     def _labels(self, transfer: Transfer, copy: GroupCopy) -> Iterator[Label]:
         piece = self.planner.pieces[copy.group]
