@@ -644,7 +644,7 @@ class WithTier(PrefixCacheMachine):
 
     @invariant()
     def leases_end(self) -> None:
-        wants = [*self.cache._wants.values(), *self.cache._admitted_wants]
+        wants = {*self.cache._wants.values(), *self.cache._open}
         leases = {want.lease for want in wants if want.lease is not None}
         assert not any(lease.released for lease in leases)
         late = tiered_cache.LEASE_SECONDS + questions.REMEMBERED_SECONDS
@@ -678,7 +678,7 @@ class WithTier(PrefixCacheMachine):
         assert below.storing == below.loading == 0
         assert below.pool.pinned == below.pool.writing == below.pool.retired == 0
         assert not self.cache.below.edge.ledger.writing and not self.cache.below.edge.ledger.loading
-        assert not self.cache._slices and not self.cache._wants and not self.cache._admitted_wants
+        assert not self.cache._slices and not self.cache._wants and not self.cache._open
         host = self.cache.statistics().pool
         assert host.pinned == host.writing == host.retired == 0
         assert not self.cache.is_flushed or not self.cache.below.demotion.num_waiting

@@ -116,10 +116,9 @@ class TieredCache(CPUPrefixCache):
         self.below = TierCache(
             planner, self.pool, below, options, ranks=engine.ranks, log_boundaries=engine.log_boundaries
         )
-        self._wants: dict[Any, Want] = {}  # by request, in the order in which they came
+        self._wants: dict[Any, Want] = {}  # by request that is not admitted, in the order in which they came
         self._queued: dict[Any, Request] = {}  # neither wanted nor looked up, in the order in which they came
-        self._open: dict[Want, None] = {}  # those of them that are not ended, in the same order
-        self._admitted_wants: list[Want] = []  # since the last step
+        self._open: dict[Want, None] = {}  # those that are not ended, in the same order
         self._slices: dict[Any, tuple[Promotion, Want, int]] = {}  # promotions in flight by id, and their blocks
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
         self._trial_budget = min(
@@ -335,7 +334,6 @@ class TieredCache(CPUPrefixCache):
         want = self._wants.pop(request.id, None)
         if want is not None:
             self._tier_hit_tokens += max(0, (boundary or 0) - want.host_end)
-            self._admitted_wants.append(want)
         elif is_new:
             self.below.pool.touch(None, request.keys, now, request.num_tokens, usable_next_use(request.next_use))
         if is_new and boundary is not None and boundary > n0:
@@ -371,8 +369,9 @@ class TieredCache(CPUPrefixCache):
         self.below.passed(self._now)
 
     def step(self) -> StepPlan:
-        while self._admitted_wants:
-            self._end_want(self._admitted_wants.pop())
+        for want in list(self._open):
+            if self._wants.get(want.request.id) is not want:  # admitted: by now its load has pinned what it needs
+                self._end_want(want)
         if not self.is_off:
             self._want_expected()
             self._want_queued()
