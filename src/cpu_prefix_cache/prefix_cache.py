@@ -360,9 +360,8 @@ class CPUPrefixCache:
         resolved = []
         for ended in self.edge.report(report):
             resolved.append(self._resolved(ended))
-            direction = ended.transfer.plan.direction
             self._committed(ended.committed)
-            if self.edge.has_failed_often(direction) and not self.is_off:
+            if ended.is_fatal and not self.is_off:
                 logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
                 self.turn_off()
         self.catch_up()

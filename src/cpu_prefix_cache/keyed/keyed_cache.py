@@ -262,7 +262,7 @@ class KeyedCache:
         ended = []
         for each in self.edge.report(report):
             ended.append(each)
-            if self.edge.has_failed_often(each.transfer.plan.direction) and not self.is_off:
+            if each.is_fatal and not self.is_off:
                 logger.error("%d copies have failed in a row: the host cache is off from now on", FAILURES_IN_A_ROW)
                 self.edge.is_off = True
         return ended

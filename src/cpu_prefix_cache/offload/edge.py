@@ -31,11 +31,14 @@ PENDING_GRACE_SECONDS = 0.05
 
 
 class Ended(NamedTuple):
-    """A transfer that all ranks have reported, and the stores whose chunks can be found since then."""
+    """A transfer that all ranks have reported, and the stores whose chunks can be found since then. It `is_fatal` if
+    with it the last FAILURES_IN_A_ROW in its direction have failed.
+    """
 
     transfer: Transfer
     ok: bool
     committed: Sequence[StoreTransfer]
+    is_fatal: bool
 
 
 class Edge:
@@ -67,10 +70,6 @@ class Edge:
     def has_transfers(self) -> bool:
         """Whether any transfer is planned or in flight."""
         return len(self.ledger) > 0
-
-    def has_failed_often(self, direction: Direction) -> bool:
-        """Whether the last FAILURES_IN_A_ROW transfers in this direction have all failed."""
-        return self._completion.has_failed_often(direction)
 
     def statistics(self) -> CacheStatistics:
         """Counts of the pool and of all copies. O(pins)."""
@@ -162,8 +161,8 @@ class Edge:
         landed = list(self.ledger.report(report.rank, report.failed, done=False))
         landed += self.ledger.report(report.rank, report.done, done=True)
         for transfer in landed:
-            ok = transfer.succeeded
-            yield Ended(transfer, ok, self._completion.land(transfer))
+            ok, committed = transfer.succeeded, self._completion.land(transfer)
+            yield Ended(transfer, ok, committed, self._completion.has_failed_often(transfer.plan.direction))
 
     def note(self, chain: Chain, touch: Any) -> Sequence[int]:
         """Others have stored this chain, so nothing is copied. Its nodes that can be found from now on: fewer where
@@ -188,7 +187,7 @@ class Edge:
             self._completion.cancel_reads()
 
     def forgive(self) -> None:
-        """After a pause: one more failure is enough for `has_failed_often`."""
+        """After a pause: one more failure `is_fatal`."""
         self._completion.forgive()
 
     def reset(self) -> None:

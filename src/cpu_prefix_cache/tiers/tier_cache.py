@@ -264,9 +264,8 @@ class TierCache:
         ended = []
         for each in self.edge.report(report.transfers):
             ended.append(each)
-            direction = each.transfer.plan.direction
-            if self.edge.has_failed_often(direction) and not self.is_off:
-                self._failed_often(direction)
+            if each.is_fatal and not self.is_off:
+                self._failed_often(each.transfer.plan.direction)
         self.edge.catch_up()
         return ended
 
