@@ -452,10 +452,10 @@ class CPUPrefixCache:
         transfer = ended.transfer
         if not isinstance(transfer, LoadTransfer):
             return Resolved(transfer.id, Direction.STORE, None, ended.ok)
-        running = self._running.get(transfer.request_id)
+        running = self._running.get(transfer.owner)
         if running is not None and running.load is transfer:
             running.load = None
-        return Resolved(transfer.id, Direction.LOAD, transfer.request_id, ended.ok)
+        return Resolved(transfer.id, Direction.LOAD, transfer.owner, ended.ok)
 
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         """Hook of a cache above a tier: the chunks of these stores can be found from now on."""

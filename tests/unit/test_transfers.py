@@ -22,7 +22,7 @@ class Ledger(TransferLedger):
     def _new(self, direction, keys, follows):
         plan = self.new_plan(direction, (), 0)
         if direction is Direction.LOAD:
-            transfer = LoadTransfer(plan, Chain(None, keys), hold=None, request_id=None)
+            transfer = LoadTransfer(plan, Chain(None, keys), hold=None)
         else:
             transfer = StoreTransfer(plan, Chain(None, keys), nodes=range(len(keys)), hold=None, follows=list(follows))
         self.add(transfer)

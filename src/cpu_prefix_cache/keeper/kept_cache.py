@@ -197,7 +197,7 @@ class KeptCache:
             plan,
             Chain(None, running.request.keys[start:stop]),
             hold=hold,
-            request_id=request_id,
+            owner=request_id,
             deadline=now + LOAD_SECONDS,
             question=question if may_use else None,
         )
@@ -352,8 +352,7 @@ class KeptCache:
             logger.error("%d copies have failed in a row: the pool is not used from now on", FAILURES_IN_A_ROW)
             self.is_off = True
             self.reset()
-        id = transfer.request_id if isinstance(transfer, _Load) else None
-        return Resolved(transfer.id, direction, id, transfer.succeeded)
+        return Resolved(transfer.id, direction, transfer.owner, transfer.succeeded)
 
     def _land_load(self, load: _Load) -> None:
         """A failed load withdraws nothing (rule 10): one engine's device does not decide what all others find.
@@ -363,7 +362,7 @@ class KeptCache:
         if load.question is not None:
             self._messenger.end_use()
             self._questions.give_up(load.question)
-        running = self._running.get(load.request_id)
+        running = self._running.get(load.owner)
         if running is not None and running.load is load:
             running.load = None
         if load.succeeded:

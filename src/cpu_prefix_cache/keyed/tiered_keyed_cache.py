@@ -182,7 +182,7 @@ class TieredKeyedCache(KeyedCache):
         for ended in self.below.report(report):
             load = ended.transfer
             if isinstance(load, LoadTransfer):
-                store = self._reads.pop(load.request_id)
+                store = self._reads.pop(load.owner)
                 self.below.arrived(self.edge.promoted(store, ended.ok, load.good))
         self._advance()
 

@@ -114,7 +114,7 @@ class Edge:
                 chain,
                 hold=self.device.hold(device_blocks),
                 pin=pin,
-                request_id=request_id,
+                owner=request_id,
                 deadline=now + 2 * under_way / self.break_even.load_bytes_per_second + PENDING_GRACE_SECONDS,
             )
         self.ledger.add(transfer)

@@ -35,6 +35,7 @@ class Transfer:
     chain: Chain
     hold: Any  # on its device blocks, until it has landed (rule 11)
     pin: Pin | None = None  # a load's deepest chunk; the cached chunk that a store hangs below
+    owner: Hashable | None = None  # the request it is planned for; None: lazy stores blocks that wait
     deadline: float = 0.0  # seconds until which other requests wait for it (rule 12)
     is_cancelled: bool = False
     reports: dict[int, bool] = field(default_factory=dict)  # rank -> whether it succeeded
@@ -61,7 +62,6 @@ class StoreTransfer(Transfer):
     nodes: Sequence[int]
     touch: Any = None  # the use that its chunks belong to
     pieces: Sequence[Hashable] = ()  # the keys of the pieces it writes for its checkpoint
-    owner: Hashable | None = None  # the request it was planned for; None: lazy stores blocks that wait
     follows: list[Transfer] = field(default_factory=list)  # to be committed after these
 
     @property
@@ -80,7 +80,6 @@ class Promotion(StoreTransfer):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LoadTransfer(Transfer):
-    request_id: Hashable | None
     good: int = 0  # number of nodes, from the first on, that a successful load read right
 
 
@@ -180,7 +179,7 @@ class TransferLedger:
     def filling(self) -> dict[int, Hashable | None]:
         """The device blocks that loads fill which no rank, or not every one, has reported; each with its request."""
         loads = self.loads.values()
-        return {block: load.request_id for load in loads for copy in load.plan.copies for block in copy.device_blocks}
+        return {block: load.owner for load in loads for copy in load.plan.copies for block in copy.device_blocks}
 
     def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
         """The plans that go out now, and the ids of loads that are not to be started any more."""

@@ -404,7 +404,7 @@ class TieredCache(CPUPrefixCache):
             if not isinstance(load, LoadTransfer):
                 continue
             has_read = True
-            store, want, _ = self._slices.pop(load.request_id)
+            store, want, _ = self._slices.pop(load.owner)
             want.blocks += self._num_blocks(store.nodes[: load.good]) if ended.ok and want in self._open else 0
             self._committed(self.edge.promoted(store, ended.ok, load.good))
         for want in list(self._open) if has_read else ():
