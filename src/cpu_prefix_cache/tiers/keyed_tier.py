@@ -42,7 +42,7 @@ class JobEnded(NamedTuple):
     lost: frozenset[BlockName]
 
 
-class KeyedStatistics(NamedTuple):
+class KeyedTierStatistics(NamedTuple):
     """`held` names are found. `refused` slots did not hold what they should. Stores left out `unsaved` names."""
 
     held: int
@@ -107,8 +107,8 @@ class KeyedTier:
         """Whether all from before a restart is taken in, and new names are stored."""
         return self._is_whole
 
-    def statistics(self) -> KeyedStatistics:
-        return KeyedStatistics(self._pool.statistics().cached, self._counts["refused"], self._counts["unsaved"])
+    def statistics(self) -> KeyedTierStatistics:
+        return KeyedTierStatistics(self._pool.statistics().cached, self._counts["refused"], self._counts["unsaved"])
 
     def check_valid(self) -> None:
         """Assert every rule that is kept here. For tests."""
