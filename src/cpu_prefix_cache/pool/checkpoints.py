@@ -60,7 +60,6 @@ class Checkpoints:
         self._at: dict[int, _Piece] = {}  # by block
         self._width: dict[int, int] = {}  # blocks of each checkpoint, shared ones included
         self._widths = Counter[int]()  # how many checkpoints have each width
-        self._held: set[_Piece] = set()  # whose bytes are pinned
 
     def __len__(self) -> int:
         return len(self._of)
@@ -157,8 +156,8 @@ class Checkpoints:
         return freed
 
     def byte_pins(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The blocks of each piece whose bytes are pinned, and how often."""
-        return ((piece.blocks, piece.byte_pins) for piece in self._held)
+        """The blocks of each piece whose bytes are pinned, and how often. O(blocks)."""
+        return ((piece.blocks, piece.byte_pins) for piece in set(self._at.values()) if piece.byte_pins)
 
     def has_block(self, block: int) -> bool:
         """Whether this is a block of a piece."""
@@ -169,10 +168,6 @@ class Checkpoints:
         piece = self._at[block]
         was = piece.state
         piece.byte_pins += change
-        if piece.byte_pins:
-            self._held.add(piece)
-        else:
-            self._held.discard(piece)
         return self._recount(piece, was)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -194,7 +189,6 @@ class Checkpoints:
             assert found or not counted[CACHED], f"{name} is in use and cannot be found"
         for piece in self._by_key.values():
             assert piece in users, f"{piece.need.key!r} is used by no checkpoint"
-        assert self._held == {piece for piece in self._at.values() if piece.byte_pins}, "pins on bytes are miscounted"
         assert self._widths == Counter(self._width.values()), "sizes of checkpoints are miscounted"
         assert {piece for piece in users if piece.need.num_blocks} <= set(self._at.values()), "a piece has no blocks"
 
