@@ -36,7 +36,8 @@ class Family:
     def __init__(self):
         on_device = Keys()
         self.device, self.host = on_device.keys, set()
-        self.parents = DeviceAncestry(on_device, self.planner, self.host.__contains__)
+        stores = SimpleNamespace(device=on_device, planner=self.planner, is_covered=self.host.__contains__)
+        self.parents = DeviceAncestry(stores)
 
     def hears(self, prompt, start=0):
         self.device.update(chain(prompt))

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.parents import Parents
+from cpu_prefix_cache.offload.stores import StorePlanner
 
 
 class Ancestry(Protocol):
@@ -44,15 +43,11 @@ class Ancestry(Protocol):
 
 
 class DeviceAncestry(Parents):
-    """Ancestry on a device that reports nothing: what is not known to have left is looked up. `is_covered` is true of a
-    chunk that the host has, or will have.
-    """
+    """Ancestry on a device that reports nothing: what is not known to have left is looked up."""
 
-    def __init__(self, device: Device, planner: HybridChunkPlanner, is_covered: Callable[[bytes], bool]) -> None:
+    def __init__(self, stores: StorePlanner) -> None:
         super().__init__(self._are_on_device)
-        self._device = device
-        self._planner = planner
-        self._is_covered = is_covered
+        self._device, self._planner, self._is_covered = stores.device, stores.planner, stores.is_covered
         self._checkpoints: dict[bytes, CheckpointAt] = {}
         self._dependent: set[bytes] = set()  # chunks that are no use without a checkpoint
         self.settled = set[bytes]()

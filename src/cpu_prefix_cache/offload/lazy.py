@@ -70,7 +70,7 @@ class Lazy(Eager):
         parents: Ancestry | None = None,
     ) -> None:
         device = stores.device
-        self._parents = DeviceAncestry(device, stores.planner, stores.is_covered) if parents is None else parents
+        self._parents = DeviceAncestry(stores) if parents is None else parents
         super().__init__(stores, self._parents)
         self._device = device
         if steps.ahead_blocks is not None and steps.ahead_blocks > device.num_blocks:

@@ -12,17 +12,18 @@ leaves unsaved and is counted (`lost`). Nothing is written before the tier `is_o
 from collections import deque
 from collections.abc import Sequence
 
-from cpu_prefix_cache.offload.ancestry import Ancestry
 from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.lazy import Lazy
 from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.pool.block_pool import BlockPool
+from cpu_prefix_cache.tiers.host_ancestry import HostAncestry
 
 
 class Demotion(Lazy):
     """`Lazy` over a host pool. `is_eager`: see above."""
 
-    def __init__(self, stores: StorePlanner, steps: EngineSteps, ancestry: Ancestry, *, is_eager: bool) -> None:
-        super().__init__(stores, steps, tuple, ancestry)
+    def __init__(self, host: BlockPool, stores: StorePlanner, steps: EngineSteps, *, is_eager: bool) -> None:
+        super().__init__(stores, steps, tuple, HostAncestry(host, stores))
         self._is_eager = is_eager
         self._arrived: deque[bytes] = deque(maxlen=max(1, stores.device_chunks))  # the deepest keys of new chains
         self.is_open = self.is_failing = False

@@ -6,18 +6,16 @@ What the pool evicts before it was stored is counted when it has left: the pool 
 from collections.abc import Callable
 
 from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.ancestry import Ancestry
+from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
 
 class HostAncestry(Ancestry):
-    """The chunks of `host` and their parents. `is_covered` is true of a chunk that the tier has, or will have."""
+    """The chunks of `host` and their parents, for stores into the tier."""
 
-    def __init__(self, host: BlockPool, planner: HybridChunkPlanner, is_covered: Callable[[bytes], bool]) -> None:
-        self._host = host
-        self._planner = planner
-        self._is_covered = is_covered
+    def __init__(self, host: BlockPool, stores: StorePlanner) -> None:
+        self._host, self._planner, self._is_covered = host, stores.planner, stores.is_covered
         self.settled = set[bytes]()
         self.lost = 0
         host.log_departures()

@@ -46,7 +46,6 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.tiers.demotion import Demotion
 from cpu_prefix_cache.tiers.found import FoundBefore
-from cpu_prefix_cache.tiers.host_ancestry import HostAncestry
 from cpu_prefix_cache.tiers.questions import Questions
 
 logger = logging.getLogger(__name__)
@@ -107,9 +106,8 @@ class TierCache:
         )
         self.coordinator = KVCacheCoordinator(self.planner, self.pool)
         stores = StorePlanner(self.coordinator, HostDevice(host), TransferLedger(ranks), MARGIN)
-        self.ancestry = HostAncestry(host, self.planner, stores.is_covered)
         steps = EngineSteps(max_tokens=written * planner.grid_tokens)
-        self.demotion = Demotion(stores, steps, self.ancestry, is_eager=self._is_eager)
+        self.demotion = Demotion(host, stores, steps, is_eager=self._is_eager)
         self.edge = Edge(stores, self.demotion)
         self._found = FoundBefore(self.coordinator)
         self._generations = array("Q", bytes(8 * options.slots))  # of each slot
@@ -180,7 +178,7 @@ class TierCache:
             state=self._state(),
             mode="eager" if self._is_eager else "lazy",
             refused=self._refused,
-            unsaved=self.ancestry.lost,
+            unsaved=self.demotion.lost,
             found=self._found.chunks + self._learned,
             questions=self._questions.asked,
             unanswered=self._questions.unanswered,
