@@ -39,19 +39,18 @@ def least_tokens(bytes_per_token: float, load_bytes_per_second: float, prefill_t
 
 
 class BreakEven:
-    """The shortest load that is faster than computing: a fixed one, or the one that follows from both rates if that is
-    None.
+    """The shortest load that is faster than computing: the `fixed` one, or, if that is None, what both rates make it.
 
     `bytes_per_token` is how many bytes of chunks a token has on each of `ranks` ranks.
     """
 
-    def __init__(self, said: int | None, bytes_per_token: float, ranks: int) -> None:
-        self._said = said
+    def __init__(self, fixed: int | None, bytes_per_token: float, ranks: int) -> None:
+        self._fixed = fixed
         self._bytes_per_token = bytes_per_token
         self._ranks = ranks
         self._loads: dict[int, float] = {}  # rank -> bytes a second
         self._prefill = PrefillRate()
-        self.least_tokens = said or 0
+        self.least_tokens = fixed or 0
         self._has_warned = False
 
     @property
@@ -82,7 +81,7 @@ class BreakEven:
 
     def _weigh(self) -> None:
         prefill = self.prefill_tokens_per_second
-        if self._said is not None or prefill is None or len(self._loads) < self._ranks:
+        if self._fixed is not None or prefill is None or not self.has_load_rate:
             return
         least = least_tokens(self._bytes_per_token, self.load_bytes_per_second, prefill)
         self.least_tokens = NEVER if least is None else least
