@@ -1,16 +1,18 @@
-"""Compiles the copier's kernels for a GPU that is not here. Run by test_kernels_compile.py:
-compile_kernels.py BACKEND ARCH WAVE ALIGNMENTS WIDTHS, the last two separated by commas.
+"""Compiles the copier's kernels for GPUs that are not here. Run by test_kernels_compile.py:
+compile_kernels.py TARGETS ALIGNMENTS WIDTHS, each separated by commas; a target is backend:architecture:wave.
 
 The kernels are those that the launchers request from Triton, with the arguments they give; only the GPU is made up. For
-each a line of JSON is printed: which one it is, the bytes of its binary, and how many loads and stores it has of each
-width.
+each a line of JSON is printed: which one it is and for what architecture, the bytes of its binary, and how many loads
+and stores it has of each width.
 """
 
 import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -56,16 +58,16 @@ def bytes_of(form: str) -> int:
 
 
 class MadeUp:
-    """As much of Triton's driver as compiling needs."""
+    """As much of Triton's driver as compiling needs. Each target is a device: Triton keeps kernels by its number."""
 
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
+    def __init__(self, device: int, target: GPUTarget) -> None:
+        self._device, self._target = device, target
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -81,23 +83,30 @@ class Compiling:
         return partial(self._kernel.warmup, grid=grid)
 
 
-def main(backend: str, arch: str, wave: str, alignments: str, widths: str) -> None:
-    target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(wave))
-    text, binary = {"cuda": ("ptx", "cubin"), "hip": ("amdgcn", "hsaco")}[backend]
-    triton.runtime.driver.set_active(MadeUp(target))
+def main(targets: str, alignments: str, widths: str) -> None:
     triton_staging._copy = Compiling(triton_staging._copy)
     triton_coding._encode, triton_coding._decode = map(Compiling, (triton_coding._encode, triton_coding._decode))
+    for device, target in enumerate(targets.split(",")):
+        backend, arch, wave = target.split(":")
+        triton.runtime.driver.set_active(
+            MadeUp(device, GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(wave)))
+        )
+        for which, kernel in compiled(int(wave), alignments, widths):
+            text, binary = {"cuda": ("ptx", "cubin"), "hip": ("amdgcn", "hsaco")}[backend]
+            sizes = dict(binary=len(kernel.asm[binary]), **accesses(kernel.asm[text]))
+            print(json.dumps({"arch": str(kernel.metadata.target.arch), **which, **sizes}), flush=True)
+
+
+def compiled(wave: int, alignments: str, widths: str) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Which kernel it is, and what Triton has compiled."""
     table = torch.zeros(4, 1, dtype=torch.int64)
     for direction, kernel in CodingLauncher(table, 16384, 1, 1)._compiled.items():
-        row = dict(codes=direction.value, binary=len(kernel.asm[binary]), **accesses(kernel.asm[text]))
-        print(json.dumps(row), flush=True)
+        yield dict(codes=direction.value), kernel
     for alignment in map(int, alignments.split(",")):
         for width in map(int, widths.split(",")):
-            launcher = Launcher(table, alignment, width, 1, tiling_for(target.warp_size))
+            launcher = Launcher(table, alignment, width, 1, tiling_for(wave))
             for gathers, kernel in launcher._compiled.items():
-                found = accesses(kernel.asm[text])
-                which = dict(alignment=alignment, width=width, gathers=gathers, binary=len(kernel.asm[binary]))
-                print(json.dumps({**which, **found}), flush=True)
+                yield dict(alignment=alignment, width=width, gathers=gathers), kernel
 
 
 if __name__ == "__main__":

@@ -12,26 +12,26 @@ import pytest
 
 from cpu_prefix_cache.copier.triton_staging import WORDS, tiling_for
 
-TARGETS = [  # backend, architecture, threads that run in step
-    *(("cuda", arch, 32) for arch in ("80", "90", "100", "120")),
-    ("hip", "gfx942", 64),
-    ("hip", "gfx950", 64),
-    ("hip", "gfx1201", 32),
-]
+TARGETS = {  # by backend: architectures, and the threads that run in step
+    "cuda": {"80": 32, "90": 32, "100": 32, "120": 32},
+    "hip": {"gfx942": 64, "gfx950": 64, "gfx1201": 32},
+}
 ALL = os.environ.get("COMPILE_ALL") == "1"
 WIDTHS = tiling_for(32).widths
 CHOSEN = (list(WORDS), WIDTHS) if ALL else ([min(WORDS), max(WORDS)], [max(WIDTHS)])
 
 
-def compiled(backend, arch, wave, cache):
-    """Output of compile_kernels.py, from a process of its own: this one has Triton's interpreter."""
-    chosen = (",".join(map(str, some)) for some in CHOSEN)
-    program = [sys.executable, "-m", "tests.unit.copier.compile_kernels", backend, arch, str(wave), *chosen]
+def compiled(backend, cache):
+    """Output of compile_kernels.py by architecture, from a process of its own: this one has Triton's interpreter."""
+    targets = [f"{backend}:{arch}:{wave}" for arch, wave in TARGETS[backend].items()]
+    chosen = (",".join(map(str, some)) for some in (targets, *CHOSEN))
+    program = [sys.executable, "-m", "tests.unit.copier.compile_kernels", *chosen]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    return {arch: [kernel for kernel in kernels if kernel["arch"] == arch] for arch in TARGETS[backend]}
 
 
 def copies_at(alignment, kernel):
@@ -47,18 +47,19 @@ def copies_at(alignment, kernel):
     )
 
 
-@pytest.mark.parametrize(("backend", "arch", "wave"), TARGETS, ids=str)
-def test_every_kernel_compiles_and_copies_as_much_at_a_time_as_it_may(backend, arch, wave, tmp_path):
-    coding, kernels = [], []
-    for kernel in compiled(backend, arch, wave, tmp_path):
-        (coding if "codes" in kernel else kernels).append(kernel)
-    assert [kernel["codes"] for kernel in coding] == ["store", "load"]
-    for kernel in coding:
-        assert kernel["binary"] > 1000
-        assert "4" in kernel["load"] and "4" in kernel["store"], kernel  # words of two values
-    assert len(kernels) == 2 * len(CHOSEN[0]) * len(CHOSEN[1])
-    for kernel in kernels:
-        assert kernel["binary"] > 1000
-        assert copies_at(kernel["alignment"], kernel), kernel
-    narrow = [kernel for kernel in kernels if kernel["alignment"] < 16]
-    assert narrow and not any(copies_at(16, kernel) for kernel in narrow)  # the control
+@pytest.mark.parametrize("backend", TARGETS)
+def test_every_kernel_compiles_and_copies_as_much_at_a_time_as_it_may(backend, tmp_path):
+    for of_arch in compiled(backend, tmp_path).values():
+        coding, kernels = [], []
+        for kernel in of_arch:
+            (coding if "codes" in kernel else kernels).append(kernel)
+        assert [kernel["codes"] for kernel in coding] == ["store", "load"]
+        for kernel in coding:
+            assert kernel["binary"] > 1000
+            assert "4" in kernel["load"] and "4" in kernel["store"], kernel  # words of two values
+        assert len(kernels) == 2 * len(CHOSEN[0]) * len(CHOSEN[1])
+        for kernel in kernels:
+            assert kernel["binary"] > 1000
+            assert copies_at(kernel["alignment"], kernel), kernel
+        narrow = [kernel for kernel in kernels if kernel["alignment"] < 16]
+        assert narrow and not any(copies_at(16, kernel) for kernel in narrow)  # the control
