@@ -3,8 +3,6 @@
 import mmap
 import os
 
-import torch
-
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, WindowGroup
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
@@ -42,12 +40,6 @@ def key_of(letter):
 
 def label(letter, generation, place=0, group=0, block=CHUNK):
     return Label(key_of(letter), b"", group, place, block, generation)
-
-
-def region(blocks, block_bytes=BLOCK):
-    """Page-aligned, like a host region; poisoned."""
-    made = torch.frombuffer(mmap.mmap(-1, blocks * block_bytes), dtype=torch.uint8).view(blocks, block_bytes)
-    return made.fill_(POISON)
 
 
 def page(content=b""):

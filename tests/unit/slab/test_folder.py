@@ -20,7 +20,8 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab import allocation
 from cpu_prefix_cache.slab.tier_copier import TierCopier
 from cpu_prefix_cache.tier import TierUnavailable
-from tests.unit.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab, planner, region
+from tests.unit.slab.host_region import region
+from tests.unit.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab, planner
 
 
 def tree(path):

@@ -15,7 +15,8 @@ from cpu_prefix_cache.slab import opening, record_file
 from cpu_prefix_cache.slab.opening import NOTHING_MOVED, OpeningTier
 from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.tier import TierUnavailable
-from tests.unit.slab.small_slab import BLOCK, PIECES, open_slab, region
+from tests.unit.slab.host_region import region
+from tests.unit.slab.small_slab import BLOCK, PIECES, open_slab
 
 SECONDS = 30  # more than any machine takes
 

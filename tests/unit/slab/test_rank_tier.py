@@ -14,7 +14,8 @@ from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.tier import RankPart
 from tests.support.threads import eventually
-from tests.unit.slab.small_slab import BLOCK, PIECES, POISON, SLOTS, key_of, namespace, open_slab, page, region
+from tests.unit.slab.host_region import region
+from tests.unit.slab.small_slab import BLOCK, PIECES, POISON, SLOTS, key_of, namespace, open_slab, page
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 

@@ -9,7 +9,8 @@ from cpu_prefix_cache.slab import room
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.tier import RankPart
 from cpu_prefix_cache.tier import TierUnavailable
-from tests.unit.slab.small_slab import BLOCK, PIECES, namespace, region
+from tests.unit.slab.host_region import region
+from tests.unit.slab.small_slab import BLOCK, PIECES, namespace
 
 BYTES = 1_000_000
 

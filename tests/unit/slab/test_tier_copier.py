@@ -21,7 +21,8 @@ from cpu_prefix_cache.slab.landing import GivenUp
 from cpu_prefix_cache.slab.meter import WINDOW_BYTES, RateMeter
 from cpu_prefix_cache.slab.tier_copier import TierCopier
 from tests.support.threads import eventually
-from tests.unit.slab.small_slab import BLOCK, FULL, PIECES, POISON, SLOTS, WINDOW, open_slab, region
+from tests.unit.slab.host_region import region
+from tests.unit.slab.small_slab import BLOCK, FULL, PIECES, POISON, SLOTS, WINDOW, open_slab
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
