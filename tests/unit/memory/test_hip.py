@@ -266,9 +266,10 @@ def test_the_device_is_restored_when_the_capture_mode_cannot_be(stub):
 
 
 FINDS = """
-import ctypes, sys, torch
+import ctypes, sys
+from types import SimpleNamespace
+sys.modules["torch"] = SimpleNamespace(version=SimpleNamespace(hip="7.0", cuda=None))  # as much as is asked of it
 from cpu_prefix_cache.memory.driver import accelerator_driver
-torch.version.hip, torch.version.cuda = "7.0", None
 loaded = ctypes.CDLL(sys.argv[1])
 accelerator_driver().unregister(1)
 loaded.stub_notes.restype = ctypes.c_char_p
