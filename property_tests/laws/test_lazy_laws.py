@@ -45,7 +45,7 @@ class LazyEngine(Engine):
 
     checks = False  # but in `lands`
 
-    def __init__(self, slots: int, width: int, *, pooled: bool = False, host: int = 10_000, **options: Any) -> None:
+    def __init__(self, slots: int, width: int, *, pooled: bool = False, host: int = 400, **options: Any) -> None:
         attention = PrefixGroup(name="attention", block_tokens=4 // width, block_bytes=8)
         planner = HybridChunkPlanner([attention], max_model_len=100, grid_tokens=4)
         device = PoolSlots(planner, slots) if pooled else QueueSlots(slots, width)
