@@ -3,7 +3,6 @@
 `S8.n` numbers edge cases that broke the tiers of other caches.
 """
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from cpu_prefix_cache.messages.generations import RANGE
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Found, TierReport
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
-from cpu_prefix_cache.slab.scan import PORTION_RECORDS
 from cpu_prefix_cache.tiers.found import FoundBefore
 from tests.unit.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
 
@@ -297,23 +295,3 @@ def test_a_reset_while_portions_come():
     engine.host_has("xy")
     engine.works_off()
     assert engine.below == {"x", "xy"}
-
-
-def test_a_million_records_are_taken_in_by_small_steps(capsys):
-    """A measurement, of a tenth of that; nothing depends on it. At most 2 ms a step is wanted."""
-    count, portion = 100_000, PORTION_RECORDS
-    take = finder(slots=count)
-    keys = [at.to_bytes(16, "little") for at in range(count)]
-    chunks = [
-        Found(Label(key, b"" if at % 50 == 0 else keys[at - 1], 0, 0, CHUNK, at), ((at * 7919) % count,))
-        for at, key in enumerate(keys)
-    ]
-    seconds = []
-    for at in range(0, count, portion):
-        began = time.thread_time()
-        assert len(list(take.take_in(chunks[at : at + portion]))) == len(chunks[at : at + portion])
-        seconds.append(time.thread_time() - began)
-    assert take.chunks == count
-    with capsys.disabled():
-        ordered = sorted(seconds)
-        print(f" {1e3 * ordered[len(ordered) // 2]:.2f} ms a portion, at most {1e3 * ordered[-1]:.2f} ms ", end="")
