@@ -22,8 +22,6 @@ def test_is_skipped(): pytest.skip("there is no such server")
 @pytest.fixture
 def broken(): raise OSError
 def test_has_an_error(broken): pass
-def test_has_no_end():
-    while True: pass
 def test_starts_what_has_no_end():
     with open("held", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -46,37 +44,45 @@ def tests_here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tests", "state", "detail"),
     [
-        (dict(bytes="passes"), State.RIGHT, "1 tests"),
-        (
-            dict(bytes="passes", hits="is_skipped"),
-            State.RIGHT,
-            "1 tests, and some are left out: there is no such server",
-        ),
-        (dict(bytes="fails"), State.WRONG, "test_fails"),
         (dict(bytes="passes", hits="fails"), State.LOST_HITS, "test_fails"),
-        (dict(bytes="fails", hits="fails"), State.WRONG, "test_fails"),
         (dict(hits="has_an_error"), State.WRONG, "hits: test_has_an_error does not run"),
-        (dict(hits="has_no_end"), State.WRONG, "hits: no end within 3 s"),
-        (
-            dict(hits="stops_the_run"),
-            State.WRONG,
-            "hits: pytest ends with 2: _pytest.outcomes.Exit: it is gone",
-        ),
+        (dict(hits="stops_the_run"), State.WRONG, "hits: pytest ends with 2: _pytest.outcomes.Exit: it is gone"),
         (dict(hits="ends_the_process"), State.WRONG, "hits: pytest ends with 1: tests_here.py"),
-        (dict(refusals="passes"), State.REFUSED, "1 tests"),
-        (dict(refusals="fails"), State.WRONG, "test_fails"),
         (dict(bytes="is_skipped"), State.NOT_RUN, SKIPPED),
     ],
 )
 def test_the_outcomes_of_its_tests_decide_the_state_of_a_row(tests_here, tests, state, detail):
-    seconds = 3 if "has_no_end" in tests.values() else 600
-    row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()}, seconds=seconds)
+    row = Row("a row", "here", **{kind: tests_here + name for kind, name in tests.items()})
     assert run.run(row) == Outcome(state, detail)
 
 
-def test_processes_that_a_row_has_started_do_not_outlive_it(tests_here, tmp_path):
-    row = Row("a row", "here", bytes=f"{tests_here}starts_what_has_no_end", seconds=20)
-    assert run.run(row).state is State.WRONG
+PASSED, FAILED = Report(passed=1), Report(failed=("test_fails",))
+
+
+@pytest.mark.parametrize(
+    ("reports", "state", "detail"),
+    [
+        (dict(bytes=PASSED), State.RIGHT, "1 tests"),
+        (
+            dict(bytes=PASSED, hits=Report(skipped=(SKIPPED,))),
+            State.RIGHT,
+            f"1 tests, and some are left out: {SKIPPED}",
+        ),
+        (dict(bytes=FAILED), State.WRONG, "test_fails"),
+        (dict(hits=FAILED, bytes=FAILED), State.WRONG, "test_fails"),
+        (dict(hits=FAILED, bytes=Report(failed=("test_one", "test_two"))), State.WRONG, "test_one and 1 more"),
+        (dict(refusals=PASSED), State.REFUSED, "1 tests"),
+        (dict(refusals=FAILED), State.WRONG, "test_fails"),
+    ],
+)
+def test_reports_decide_it_by_their_kinds(reports, state, detail):
+    assert outcome(reports) == Outcome(state, detail)
+
+
+def test_a_row_without_an_end_is_wrong_and_the_processes_that_it_has_started_do_not_outlive_it(tests_here, tmp_path):
+    (tmp_path / "held").touch()
+    row = Row("a row", "here", hits=f"{tests_here}starts_what_has_no_end", seconds=6)
+    assert run.run(row) == Outcome(State.WRONG, "hits: no end within 6 s")
     with open(tmp_path / "held") as file:
         for _ in range(50):
             try:
@@ -118,7 +124,8 @@ def test_a_folder_that_cannot_be_made_is_no_fault_of_the_row(tests_here, monkeyp
     assert list((tmp_path / ".field").iterdir()) == []
 
 
-def test_only_what_is_the_newest_is_loaded_anew(tests_here, monkeypatch, tmp_path):
+def test_only_what_is_the_newest_is_loaded_anew(monkeypatch, tmp_path):
+    monkeypatch.delenv("FIELD_PYTHON", raising=False)
     made = []
 
     def make(python, folder):
@@ -131,14 +138,9 @@ def test_only_what_is_the_newest_is_loaded_anew(tests_here, monkeypatch, tmp_pat
         environment = Environment("FIELD_PYTHON", Path(sys.executable), make, is_newest)
         monkeypatch.setitem(ENVIRONMENTS, "here", environment)
         for _ in range(2):
-            assert run.run(Row("a row", "here", bytes=f"{tests_here}passes")).state is State.RIGHT
+            environments.prepared("here")
     assert len(made) == 3
     assert [each.name for each in (tmp_path / ".field" / "here").iterdir()] == ["3.py"]
-
-
-def test_bytes_count_before_hits():
-    reports = {"hits": Report(failed=("test_hits",)), "bytes": Report(failed=("test_one", "test_two"))}
-    assert outcome(reports) == Outcome(State.WRONG, "test_one and 1 more")
 
 
 def test_the_exit_status_is_1_if_a_row_is_bad(monkeypatch, capsys):
