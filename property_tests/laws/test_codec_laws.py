@@ -63,7 +63,7 @@ def test_bits_come_back_unless_they_do_not_fit(given_bits):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels for the CPU need Triton's interpreter")
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(fragments(), st.sampled_from([1, 2, 3]))
 def test_kernels_write_and_read_what_the_reference_does(given_bits, programs):
     expected, fits = coded_form.encode(given_bits)

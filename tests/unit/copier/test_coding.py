@@ -64,8 +64,10 @@ class Bench:
         return torch.cat([self.host[first], self.host[second]])[: self.num_bytes]
 
 
-@pytest.mark.parametrize("values", [[512], [8192, 1536], [8704, 512, 8704]])
-@pytest.mark.parametrize("device_blocks", [1, 2])
+@pytest.mark.parametrize(
+    ("device_blocks", "values"),
+    [(1, [512]), (1, [8192, 1536]), (2, [512, 8704, 512])],  # a unit of the coded form has 8192: less, as many, more
+)
 def test_a_piece_lies_coded_part_after_part_and_all_bits_come_back(build, values, device_blocks):
     bench = Bench(build, [normal(count, seed) for seed, count in enumerate(values)], device_blocks)
     before = [raw(each).clone() for each in bench.tensors]
