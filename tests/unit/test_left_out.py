@@ -37,21 +37,21 @@ def outcome(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("options", [["-rs"], ["-rs", "--numprocesses", "2"]], ids=["one process", "xdist"])
-def test_files_that_need_torch_are_left_out_and_counted(outcome, options):
-    status, output = outcome(WITHOUT_TORCH, options)
+def test_files_that_need_torch_are_left_out_counted_and_named(outcome):
+    status, output = outcome(WITHOUT_TORCH, ["-rs"])
     assert status == 0 and "1 passed" in output and LINE in output
-
-
-def test_each_of_them_is_named(outcome):
-    output = outcome(WITHOUT_TORCH, ["-rs"])[1]
     assert [name for name in FILES if f"{name}:0: torch is not installed" not in output] == ["test_alone.py"]
 
 
-@pytest.mark.parametrize("package", ["nothing_there", "torchvision"])
-def test_another_package_that_is_missing_is_an_error(outcome, package):
-    status, output = outcome(WITHOUT_TORCH, test_other=f"import {package}")
-    assert status == 2 and f"No module named '{package}'" in output
+def test_with_xdist_they_are_counted_too(outcome):
+    status, output = outcome(WITHOUT_TORCH, ["--numprocesses", "2"])
+    assert status == 0 and "1 passed" in output and LINE in output
+
+
+def test_another_package_that_is_missing_is_an_error(outcome):
+    missing = ("nothing_there", "torchvision")
+    status, output = outcome(WITHOUT_TORCH, **{f"test_{name}": f"import {name}" for name in missing})
+    assert status == 2 and all(f"No module named '{name}'" in output for name in missing)
 
 
 def test_a_module_that_torch_lacks_is_an_error_where_torch_is(outcome):
