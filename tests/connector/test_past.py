@@ -1,7 +1,7 @@
 """A prompt's past from host memory, continued by `model.generate` itself, beside `generate` without it.
 
-Logits of every step are equal within 1e-4 of their deviation, tokens are equal. In the controls one block of a group is
-zeroed while it is loaded, and the comparison fails.
+Logits of every step are equal within 1e-4 of their deviation, tokens are equal. In the control a block is zeroed while
+it is loaded, and the comparison fails; test_families.py has the controls of every group.
 """
 
 import contextlib
@@ -17,21 +17,18 @@ import torch
 from transformers import DynamicCache
 
 from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefused, host_prefix_cache
-from connector.transformers.paged import block_bytes, groups_of
-from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, MisuseError
+from connector.transformers.paged import block_bytes
+from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES, build_family
 from tests.connector.running import BLOCK, apart, document, error, last_boundary
 
 TOLERANCE = 1e-4
 LONGEST = 140
-LENGTHS = (15, 16, 17, 33, 48, 49, 64, 81, 112, 113)
 NEW_TOKENS = 4
-SEEN = 7  # of 8 damaged prompts
 GREEDY = dict(do_sample=False, max_new_tokens=NEW_TOKENS)
 
 families = pytest.mark.parametrize("family", FAMILIES)
-modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
 
 
 @cache
@@ -40,7 +37,7 @@ def model(family):
     return build_family(family, hidden=32, layers=2, window=32)
 
 
-def cache_of(family, mode="lazy", wrap_copier=None, blocks=None, **options):
+def cache_of(family, wrap_copier=None, blocks=None):
     """A cache whose device holds two prompts and some checkpoints."""
     size = block_bytes(ModelPast(model(family)), BLOCK)
     made = HostPrefixCache(model(family), host_bytes=1 << 23, max_model_len=8 * LONGEST)
@@ -51,10 +48,8 @@ def cache_of(family, mode="lazy", wrap_copier=None, blocks=None, **options):
         model(family),
         host_bytes=1 << 23,
         device_bytes=blocks * size,
-        offload=mode,
         max_model_len=8 * LONGEST,
         wrap_copier=wrap_copier,
-        **options,
     )
 
 
@@ -99,41 +94,6 @@ def check_at_rest(cache):
     for pool in (cache._pool, cache._host.cache.pool):
         assert (pool.statistics().pinned, pool.statistics().writing) == (0, 0)
     assert cache._host.cache.statistics().running == 0
-
-
-@families
-@modes
-def test_prompts_come_back_from_the_host_up_to_their_last_boundary(family, mode):
-    with cache_of(family, mode) as cache:
-        for length in LENGTHS:
-            assert asked_right(cache, family, document(length, length)).hit_tokens == 0
-        evict_all(cache)
-        for length in LENGTHS:
-            past = asked_right(cache, family, document(length, length))
-            assert past.hit_tokens == last_boundary(length)
-            assert past.hit_tokens > past.device_hit_tokens or length <= BLOCK
-        check_at_rest(cache)
-
-
-@families
-def test_prompts_on_the_device_need_no_load(family):
-    with cache_of(family) as cache:
-        asked_right(cache, family, document(1, 81))
-        past = asked_right(cache, family, document(1, 81))
-        assert past.device_hit_tokens == past.hit_tokens == 80
-
-
-@pytest.mark.parametrize(
-    ("family", "group"),
-    [(family, group) for family in FAMILIES for group in range(len(groups_of(ModelPast(model(family)), BLOCK)))],
-)
-def test_a_damaged_block_of_each_group_shows(family, group):
-    with cache_of(family, wrap_copier=lambda *args: CorruptingCopier(*args, group=group, loads=None)) as cache:
-        prompts = [document(seed, 113) for seed in range(8)]
-        for prompt in prompts:
-            asked_right(cache, family, prompt)
-        evict_all(cache)
-        assert sum(asked(cache, family, prompt)[1] > TOLERANCE for prompt in prompts) >= SEEN
 
 
 # Other ways to generate
