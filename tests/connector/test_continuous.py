@@ -127,8 +127,7 @@ def differ(output, reference):
     return output.generated_tokens != reference.generated_tokens or any(far)
 
 
-@modes
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "mode"), [("llama", "lazy"), ("qwen3", "eager")])
 def test_a_prompt_that_has_left_the_device_comes_back_from_the_host(family, mode):
     prompts = documents(5)
     references = alone(model(family), prompts)
@@ -138,11 +137,10 @@ def test_a_prompt_that_has_left_the_device_comes_back_from_the_host(family, mode
             assert server.hit_tokens == rounds * 5 * 96  # all whole blocks of each prompt
 
 
-@modes
-def test_control_a_damaged_block_shows(mode):
+def test_control_a_damaged_block_shows():
     prompts = documents(5)
     references = alone(model(), prompts)
-    with serving(model(), offload=mode, wrap_copier=CorruptingCopier) as server:
+    with serving(model(), wrap_copier=CorruptingCopier) as server:
         assert not any(map(differ, server.ask_each(prompts), references))
         assert any(map(differ, server.ask_each(prompts), references))
 
@@ -207,9 +205,10 @@ def crowd(draw):
     return [draw.choice(beginnings) + document(at, draw.randrange(1, 10)) for at in range(30)]
 
 
-@modes
-@pytest.mark.parametrize("copier", [None, FailingCopier], ids=["", "copies fail"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "copier", "mode"),
+    [(0, None, "lazy"), (1, None, "eager"), (1, FailingCopier, "lazy"), (0, FailingCopier, "eager")],  # every pair
+)
 def test_requests_that_crowd_the_device_are_preempted_and_cancelled(seed, copier, mode, monkeypatch):
     draw = random.Random(seed)
     prompts = crowd(draw)
