@@ -12,6 +12,8 @@ tokens; windows and chunks of attention reach over 32.
 The controls damage one piece of one group, on the host's side and on the device's: 3 of 4 prompts must show it.
 """
 
+from collections import defaultdict
+
 import pytest
 
 from cpu_prefix_cache import POLICIES
@@ -20,7 +22,7 @@ from cpu_prefix_cache.model.hashing import ChainHasher, checkpoint_key
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from random_models import FAMILIES
 from tests.connector.running import BLOCK, document, last_boundary
-from tests.connector.serving import Pair, model, on_host, planner_of
+from tests.connector.serving import Pair, on_host
 
 LENGTHS = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 81, 112, 113)
 SEEN = 3  # of 4 damaged prompts
@@ -91,21 +93,33 @@ BOUNDARY = 80
 FOUR = [(300 + seed, BOUNDARY + 1 + seed) for seed in range(4)]
 
 
+class Switch(MeddlingCopier):
+    """Stores as it is, and loads as `loading` does, which may be exchanged."""
+
+    def __init__(self, copier, tensors) -> None:
+        super().__init__(copier)
+        self.tensors = tensors
+        self.stored = defaultdict(list)  # host blocks of each piece, by group
+        self.loading = copier
+
+    def copy(self, direction, copies):
+        if direction is Direction.LOAD:
+            return self.loading.copy(direction, copies)
+        for copy in copies:
+            self.stored[copy.group].append(copy.host_blocks)
+        return super().copy(direction, copies)
+
+
 class StaleCopier(MeddlingCopier):
     """Loads of one group bring the piece that was stored last but one: of a state, that of another boundary."""
 
-    def __init__(self, copier, group) -> None:
+    def __init__(self, copier, group, stored) -> None:
         super().__init__(copier)
-        self.group = group
-        self.stored = []
+        self.group, self.stored = group, stored
         self.corrupted = 0
 
     def copy(self, direction, copies):
-        if direction is Direction.STORE:
-            self.stored += [copy.host_blocks for copy in copies if copy.group == self.group]
-        else:
-            copies = [self._stale(copy) for copy in copies]
-        return self.copier.copy(direction, copies)
+        return self.copier.copy(direction, [self._stale(copy) for copy in copies])
 
     def _stale(self, copy):
         if copy.group != self.group:
@@ -115,13 +129,13 @@ class StaleCopier(MeddlingCopier):
         return GroupCopy(copy.group, self.stored[at - 1], copy.device_blocks)
 
 
-def damages(planner):
-    """One for each way in which a piece of this model can be wrong: its name, and what makes a copier do it."""
+def damages(planner, switch):
+    """A copier for each way in which a piece of this model can be wrong, by its name."""
     for at, piece in enumerate(planner.pieces):
         group, width = piece.group, piece.device_blocks
 
         def zeroes(blocks, at=at):
-            return lambda copier, tensors: CorruptingCopier(copier, tensors, at, loads=None, blocks=blocks)
+            return CorruptingCopier(switch.copier, switch.tensors, at, loads=None, blocks=blocks)
 
         yield f"{group.name}: the last piece", zeroes(slice(-width, None))
         if group.is_prefix:
@@ -129,32 +143,32 @@ def damages(planner):
         if isinstance(group, WindowGroup):
             yield f"{group.name}: its oldest piece, a window that is too short", zeroes(slice(width))
         if group.is_state:
-            yield f"{group.name}: another boundary's", lambda copier, tensors, at=at: StaleCopier(copier, at)
+            yield f"{group.name}: another boundary's", StaleCopier(switch.copier, at, switch.stored[at])
 
 
-DAMAGES = [(family, name) for family in FAMILIES for name, _ in damages(planner_of(model(family)))]
+@families
+def test_control_a_wrong_piece_from_the_host_shows_in_the_logits(family):
+    switches = []
 
-
-@pytest.mark.parametrize(("family", "name"), DAMAGES)
-def test_control_a_wrong_piece_from_the_host_shows_in_the_logits(family, name):
-    damage = []
-
-    def wrap(copier, tensors):
-        damage.append(dict(damages(planner_of(model(family))))[name](copier, tensors))
-        return damage[0]
+    def wrap(*given):
+        switches.append(Switch(*given))
+        return switches[0]
 
     pair = Pair(family, "eager", wrap_copier=wrap)
+    (switch,) = switches
     for seed, length in FOUR:
         pair.ask_right(document(seed, length)[: BOUNDARY - 1], 1)  # the boundary before
         pair.ask_right(document(seed, length), 1)
-    pair.evict_all()
-    shown = 0
-    for number, (seed, length) in enumerate(FOUR):
-        past, off, _ = pair.ask(document(seed, length), 1)
-        assert on_host(past) == BOUNDARY
-        assert damage[0].corrupted == number + 1
-        shown += off > pair.tolerance
-    assert shown >= SEEN
+    for name, damaging in damages(pair.cache.planner, switch):
+        pair.evict_all()
+        switch.loading, shown = damaging, 0
+        for number, (seed, length) in enumerate(FOUR):
+            past, off, _ = pair.ask(document(seed, length), 1)
+            assert on_host(past) == BOUNDARY
+            assert damaging.corrupted == number + 1
+            shown += off > pair.tolerance
+        assert shown >= SEEN, name
+        switch.loading = switch.copier
 
 
 @families
