@@ -57,16 +57,16 @@ def story(**said):
     return {**plain, "copies": "as it is", "aborts": 0.0, "reset": False} | said
 
 
-KINDS = {
-    "plain": {},
-    "aborts": dict(aborts=0.3, seed=2),
-    "late, aborts": dict(copies="late", aborts=0.3, seed=3),
-    "copies fail": dict(copies="fails", aborts=0.3, seed=4),
-    "a host smaller than the device": dict(host_chunks=30, policy="arc", seed=5),
-    "a reset": dict(reset=True, copies="late", seed=6),
-    "threads": dict(threads=True, aborts=0.3, seed=7),
+STORIES = {
+    "lazy": story(),
+    "eager": story(offload="eager"),
+    "aborts": story(offload="eager", aborts=0.3, seed=2),
+    "late, aborts": story(copies="late", aborts=0.3, seed=3),
+    "copies fail": story(offload="eager", copies="fails", aborts=0.3, seed=4),
+    "a host smaller than the device": story(host_chunks=30, policy="arc", seed=5),
+    "a reset": story(offload="eager", reset=True, copies="late", seed=6),
+    "threads": story(threads=True, aborts=0.3, seed=7),
 }
-STORIES = {f"{mode}, {name}": story(offload=mode, **kind) for mode in ("lazy", "eager") for name, kind in KINDS.items()}
 
 
 @cache
