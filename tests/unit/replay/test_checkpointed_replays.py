@@ -91,7 +91,7 @@ def test_a_host_for_everything_evicts_nothing(groups):
 
 @pytest.mark.parametrize("groups", KINDS, ids=NAMES)
 def test_a_larger_host_finds_more_on_the_whole(groups):
-    trace = trace_of(random_prompts(5, 300, "abcd", longest=6), GRID)
+    trace = trace_of(random_prompts(5, 150, "abcd", longest=6), GRID)
     planner = counted(planner_of(groups, trace))
     least = max(8, planner.fewest_blocks)
     found = [
