@@ -345,4 +345,4 @@ TestLru.settings = settings(max_examples=600)
 TestArc = ArcMachine.TestCase
 TestArc.settings = settings(max_examples=600)
 TestAdaptive = AdaptiveMachine.TestCase
-TestAdaptive.settings = settings(max_examples=600)
+TestAdaptive.settings = settings(max_examples=200)
