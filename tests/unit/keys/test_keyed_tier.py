@@ -233,7 +233,7 @@ def test_a_load_that_waits_when_the_cache_turns_off_has_failed(tmp_path):
     engine.host.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))  # with one group, and with two
 def test_any_part_of_any_prompt_comes_back_right(tmp_path, seed):
     """Puts and loads at random, leases, resets, and copies that fail, over prompts of up to five keys."""
     draw = random.Random(seed)
