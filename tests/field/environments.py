@@ -3,6 +3,7 @@
     base                   `make test`'s
     vllm                   `make test-vllm`'s
     newest transformers    base, and the newest transformers of PyPI
+    newest triton          base, and the newest Triton, below the same torch
     vllm 0.33              vllm, with the Python files of a later release over its kernels (vllm_release.py)
 
 Folders are made once, in `.field`, but for what is the newest: that anew for each row. A row whose folder cannot be
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.field.vllm_release import lay_over
@@ -38,8 +40,8 @@ class Environment:
     is_newest: bool = False  # another one tomorrow
 
 
-def newest_transformers(python: Path, folder: Path) -> None:
-    install = [python, "-m", "pip", "install", "--quiet", "--upgrade", "--target", folder, "transformers"]
+def newest(package: str, python: Path, folder: Path) -> None:
+    install = [python, "-m", "pip", "install", "--quiet", "--upgrade", "--target", folder, package]
     subprocess.run(install, check=True, capture_output=True, text=True)
     for already in ("torch", "numpy"):  # those of the Python
         shutil.rmtree(folder / already, ignore_errors=True)
@@ -54,7 +56,8 @@ VLLM = Environment("FIELD_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")
 ENVIRONMENTS = {
     "base": BASE,
     "vllm": VLLM,
-    "newest transformers": Environment(BASE.variable, BASE.default, newest_transformers, is_newest=True),
+    "newest transformers": Environment(BASE.variable, BASE.default, partial(newest, "transformers"), is_newest=True),
+    "newest triton": Environment(BASE.variable, BASE.default, partial(newest, "triton"), is_newest=True),
     "vllm 0.33": Environment(VLLM.variable, VLLM.default, vllm_33),
 }
 
