@@ -13,7 +13,7 @@ as far as what groups look ahead to is there, too (rule 6). So nothing is stored
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import Hit, Pending
@@ -214,6 +214,7 @@ def test_a_prompt_that_was_served_once_is_found_again(
 
 @settings(max_examples=100)
 @given(setting=SETTINGS, chunks=st.integers(1, 4), ends=st.tuples(st.integers(1, 3), st.integers(1, 3)))
+@example(Setting("full", ahead=1, mode="lazy", step_chunks=100), 4, (1, 1))  # a block without a key comes back first
 def test_the_prefix_of_two_prompts_is_found_by_a_third(setting: Setting, chunks: int, ends: tuple[int, int]) -> None:
     story = Story(setting)
     prefix = "abcdefgh"[:chunks]

@@ -181,13 +181,17 @@ class Lazy(Eager):
         self._examined_at = self._progress()
 
     def _drop_handed_out(self, first: Name | None) -> None:
-        """Blocks are handed out in order: so of what is before the first place that waits only held ones are left."""
-        writing = self._stores.ledger.writing
+        """Blocks are handed out in order: so of what is before the first place that waits only held ones are left. A
+        block without a key may have come back to the head, and what went with it follows it in the front.
+        """
+        writing, is_behind = self._stores.ledger.writing, False
         handed_out = list[Name]()
         for name in self._front:
-            if name == first:
-                break
-            if name not in writing:
+            is_behind = is_behind or name == first
+            if is_behind and self._waits(name):
+                if isinstance(name, bytes):
+                    break
+            elif name not in writing:
                 handed_out.append(name)
         for name in handed_out:
             del self._front[name]
@@ -197,8 +201,10 @@ class Lazy(Eager):
     def _progress(self) -> tuple[Any, ...]:
         """Changes when something may be left to be done: blocks came or went, stores have ended, the host has grown."""
         writing = self._stores.ledger.writing
-        first = next((name for name in self._front if name not in writing), None)
-        is_there = first is None or self._waits(first)
+        left = (name for name in self._front if name not in writing)
+        first = next(left, None)
+        keyed = first if isinstance(first, bytes) else next((name for name in left if isinstance(name, bytes)), None)
+        is_there = all(name is None or self._waits(name) for name in (first, keyed))
         return self._device.num_waiting, len(self._front), is_there, self._stores.ledger.num_resolved, self._pool.ready
 
     def _read_before(self, count: int) -> tuple[Places, Name | None]:
