@@ -34,7 +34,7 @@ class CopyRecord:
     submitted_in: float | None = None  # seconds until it was submitted, which is nearly its end; of several its share
     went_well: bool | None = None  # None: it has not ended
     is_late: bool = False
-    unfit: tuple[int, ...] = ()  # of a store that went well, perhaps submitted with others: as of its event
+    unfit: tuple[int, ...] = ()  # once it went well: as of its event, which others may share
     looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that queries the event
 
 

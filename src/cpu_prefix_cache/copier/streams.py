@@ -40,7 +40,8 @@ class Event(Protocol):
         return self
 
     def unfit(self) -> Sequence[int]:
-        """The first host block of each piece of a store that did not fit its coded form, once it has passed."""
+        """Host blocks that do not hold what they should, once it has passed: of a store the first one of each piece
+        that did not fit its coded form; of a tier's load the slots whose bytes do not match their labels."""
         return ()
 
 

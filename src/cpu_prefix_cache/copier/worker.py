@@ -240,7 +240,7 @@ class CopyWorker:
             if went_well is None:
                 moving.add(submitted_by)
                 continue
-            if went_well and copy.event is not None and copy.transfer.direction is Direction.STORE:
+            if went_well and copy.event is not None:
                 copy.unfit = tuple(copy.event.unfit())  # first: whatever interrupts this, it is not done without
             copy.went_well = went_well and not copy.is_late
             if copy.submitted_in is not None:

@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 
 from cpu_prefix_cache.copier.worker import CopyWorker
-from cpu_prefix_cache.messages.plan import Direction, StepPlan
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below
-from cpu_prefix_cache.slab.tier_copier import Refused, SlotStatistics, TierCopier
+from cpu_prefix_cache.slab.tier_copier import SlotStatistics, TierCopier
 
 
 class Source(Protocol):
@@ -51,7 +50,6 @@ class RankTier:
         self._below, self._source = below, source
         self._copier = TierCopier(below, region, pieces, stall_seconds)
         self._worker = CopyWorker(rank, self._copier)
-        self._loads: dict[int, list[Refused]] = {}  # what each load that is not resolved reads
 
     def run(self, plan: TierPlan) -> None:
         """Begin one step's transfers. From here on nothing below the plan's first generation is served."""
@@ -63,18 +61,10 @@ class RankTier:
             self._copier.keep_floor()
         if self._source is not None:
             self._source.begin(plan)
-        for transfer in plan.step.transfers:
-            if transfer.direction is Direction.LOAD:
-                slots = [pair for copy in transfer.copies for pair in zip(copy.host_blocks, copy.labels, strict=False)]
-                self._loads[transfer.id] = [(slot, label.generation) for slot, label in slots]
         self._worker.run(plan.step)
-        self._forget(plan.step)
 
     def report(self) -> TierReport:
-        transfers = self._worker.report()
-        refused = tuple((id, slots) for id in sorted(transfers.done) if (slots := self._refused_in(id)))
-        rate = self._copier.read_bytes_per_second
-        transfers = transfers._replace(load_bytes_per_second=rate, unfit=refused)
+        transfers = self._worker.report()._replace(load_bytes_per_second=self._copier.read_bytes_per_second)
         report = TierReport(transfers, self._below.next_generation, is_scanned=True)
         return report if self._source is None else self._source.told(report)
 
@@ -98,16 +88,3 @@ class RankTier:
         if self._source is not None:
             self._source.close()
         self._below.close()
-
-    def _refused_in(self, id: int) -> tuple[int, ...]:
-        if not self._copier.refused:
-            return ()
-        return tuple(slot for slot, generation in self._loads.get(id, ()) if (slot, generation) in self._copier.refused)
-
-    def _forget(self, step: StepPlan) -> None:
-        over = {id for id in self._loads if id < step.resolved_below} | (self._loads.keys() & set(step.resolved))
-        for id in over:
-            read = self._loads.pop(id)
-            for lost in self._copier.refused.intersection(read):
-                if not any(lost in others for others in self._loads.values()):  # which report it, too
-                    self._copier.refused.discard(lost)

@@ -47,8 +47,6 @@ STORING = 2  # threads, so that reads need not wait for writes
 SLICE_BYTES = READ_BYTES // THREADS  # at most
 STALL_LOOK_SECONDS = 0.25  # between two looks of who waits for an end
 
-Refused = tuple[int, int]  # slot and generation
-
 
 class Entry(NamedTuple):
     """One host block of a transfer. `slot` is the number by which the decider knows what lies below it."""
@@ -75,10 +73,9 @@ class TierCopier(Copier):
     """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`, whose slots are as large as
     host blocks. `pieces` are the planner's.
 
-    `refused` has the slots whose bytes did not match a load's labels, each with the label's generation; who asks
-    removes what it needs no more. Ended by `close`, or when it is collected, or when the process ends. A load is given
-    up when no slice has been read whole for `stall_seconds`, longer in proportion where a host block has more bytes
-    than a slice; None: never. So reads of READ_BYTES in `stall_seconds` are waited for.
+    Ended by `close`, or when it is collected, or when the process ends. A load is given up when no slice has been read
+    whole for `stall_seconds`, longer in proportion where a host block has more bytes than a slice; None: never. So
+    reads of READ_BYTES in `stall_seconds` are waited for.
 
     Raises ConfigurationError when the region does not fit.
     """
@@ -98,7 +95,6 @@ class TierCopier(Copier):
                 )
         below.bind(self._region.all_bytes)
         self.below, self._pieces = below, tuple(pieces)
-        self.refused: set[Refused] = set()
         self._num_refused = 0
         most = max(SLICE_BYTES, self.block_bytes)  # of a slice
         self._landing = None if stall_seconds is None else Landing(most)
@@ -195,8 +191,8 @@ class TierCopier(Copier):
             with self._reads.under_way(transfer):
                 lost = set(self.below.read(slots, landed, labels))
             transfer.land(landed, views)
-        refused = [entry for entry in entries if entry.slot in lost]
-        self.refused.update((entry.slot, entry.label.generation) for entry in refused)
+        refused = [entry.slot for entry in entries if entry.slot in lost]
+        transfer.refused += refused
         self._num_refused += len(refused)
         return (len(entries) - len(refused)) * self.block_bytes
 
@@ -251,7 +247,8 @@ class _Reads:
 class _Transfer(Event):
     """Ended when `slices` slices have. What one of them raises keeps the others from beginning; `undo` follows.
 
-    A load has ended when its `reads` stall, too. From then on it does not write to host memory.
+    A load has ended when its `reads` stall, too. From then on it does not write to host memory. `refused` are the slots
+    whose bytes did not match its labels.
     """
 
     def __init__(
@@ -266,6 +263,7 @@ class _Transfer(Event):
         self._reads, self._since = reads, time.monotonic()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
+        self.refused: list[int] = []
 
     def run(self, work: Callable[[], int]) -> None:
         """Called once for each slice, by any thread. `work` returns how many bytes it moved."""
@@ -305,6 +303,9 @@ class _Transfer(Event):
     def until_passed(self) -> None:
         while not self.passed():
             self._ended.wait(STALL_LOOK_SECONDS)
+
+    def unfit(self) -> Sequence[int]:
+        return self.refused
 
     @property
     def has_ended(self) -> bool:

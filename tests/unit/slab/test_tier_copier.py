@@ -64,10 +64,10 @@ def test_a_round_trip(copier, host):
     copier.copy(STORE, copies)
     kept = host.clone()
     host.fill_(POISON)
-    copier.copy(LOAD, copies)
+    event = copier.copy(LOAD, copies)
     assert host[:12].equal(kept[:12])
     assert set(host[12:].flatten().tolist()) == {POISON}
-    assert not copier.refused
+    assert not event.unfit()
 
 
 def test_to_other_host_blocks(copier, host):
@@ -108,14 +108,14 @@ def test_bytes_behind_a_piece_in_each_lane_reach_no_file(slab, host):
     copier.close()
 
 
-def test_refused_slots_are_reported_by_generation(copier, slab, host):
+def test_slots_that_a_load_refuses_are_reported_with_its_end(copier, slab, host):
     fill(host)
     copier.copy(STORE, [copy(range(6), range(6))])
     with open(os.path.join(slab.folder, "blocks"), "r+b") as file:
         file.seek(3 * BLOCK)
         file.write(b"!")
-    copier.copy(LOAD, [copy(range(6), range(10, 16))])
-    assert copier.refused == {(3, 2)}
+    event = copier.copy(LOAD, [copy(range(6), range(10, 16))])
+    assert event.unfit() == [3]
     assert host[14].tolist() == [5] * BLOCK
     assert copier.statistics().refused == 1
 
@@ -150,9 +150,9 @@ def test_a_load_that_fails_is_no_refusal(copier, monkeypatch):
     failing(monkeypatch, "preadv", 2)
     with pytest.raises(OSError, match="broken"):
         copier.copy(LOAD, [copy(range(4), range(4))])
-    assert not copier.refused
     monkeypatch.undo()
-    copier.copy(LOAD, [copy(range(4), range(4))])
+    assert not copier.copy(LOAD, [copy(range(4), range(4))]).unfit()
+    assert copier.statistics().refused == 0
 
 
 def test_it_has_not_failed_before_all_of_it_has_ended(copier, monkeypatch):
