@@ -6,12 +6,12 @@ that exist, write none twice, and write no null block (rules 7 and 14).
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from cpu_prefix_cache.memory.parts import block_bytes, check_apart, piece_offsets
+from cpu_prefix_cache.memory.parts import block_bytes, check_apart, piece_offsets, side_by_side
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.codec import NONE
@@ -43,6 +43,16 @@ class BoundGroup:
     @property
     def is_coded(self) -> bool:
         return self.piece.group.form is not NONE
+
+    def joined(self) -> "BoundGroup":
+        """The same with parts joined that are neighbours in every block, and so on the host: but not in a piece of
+        several blocks, which has each part of all of them in turn there, nor where parts are coded one by one.
+        """
+        if self.is_coded or self.piece.device_blocks > 1:
+            return self
+        parts = tuple(side_by_side(self.parts))
+        offsets = piece_offsets((part.shape[1] for part in parts), self.piece.device_blocks, self.offsets[0])
+        return replace(self, parts=parts, offsets=offsets)
 
 
 class Binding:

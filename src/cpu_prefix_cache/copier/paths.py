@@ -19,7 +19,6 @@ from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.triton_coding import CodingLauncher, coding_launchers
 from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling, launchers
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
-from cpu_prefix_cache.memory.parts import piece_offsets, side_by_side
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 # The first slice is small, because the copies of one call of the driver begin when the call ends. The others are as
@@ -64,11 +63,8 @@ class Unfit(NamedTuple):
 def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
     """The group as it crosses directly, with parts joined that are neighbours in every block; None if a block has less
     than `direct_bytes` bytes in some part even then, or is coded."""
-    parts = side_by_side(group.parts) if group.piece.device_blocks == 1 else group.parts
-    if group.is_coded or min(part.shape[1] for part in parts) < direct_bytes:
-        return None
-    offsets = piece_offsets((part.shape[1] for part in parts), group.piece.device_blocks, group.offsets[0])
-    return BoundGroup(group.piece, tuple(parts), offsets)
+    whole = group.joined()
+    return None if group.is_coded or min(part.shape[1] for part in whole.parts) < direct_bytes else whole
 
 
 class Direct:

@@ -193,8 +193,7 @@ def _interleave(low: torch.Tensor, high: torch.Tensor) -> bool:
 
 
 def side_by_side(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Join parts that follow each other in every block. Only for pieces of one device block: with several, part i of
-    all of them comes before part i + 1 on the host."""
+    """Join parts that follow each other in every block."""
     joined = [parts[0]]
     for part in parts[1:]:
         last = joined[-1]
