@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.decider import Decider
 from cpu_prefix_cache.host_cache.destinations import Destinations
-from cpu_prefix_cache.host_cache.host_tier import HostCacheTier, slots_below
+from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.node_pool import joined
 from cpu_prefix_cache.host_cache.options import check_options, check_pool_options
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
@@ -63,6 +63,17 @@ class HostStatistics:
     reported_not_on_device: int  # times a request ended, and the device did not have its last computed chunk
     unknown_request: int  # reports of requests that do not run
     tier: TierStatistics | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request from `start` to `end`."""
+
+    keys: Sequence[bytes]  # none if it ran at a reset
+    num_tokens: int  # that have KV: of one that loads those that had it before; as computed only where that is timed
+    load: int | None = None  # the transfer under way
+    boundary: int = 0  # tokens that have KV when that has ended well
+    filled: tuple[Hit, list[list[int]]] | None = None  # what it loads, and where; with `strict`, until it is checked
 
 
 class Halves:
@@ -157,10 +168,12 @@ class Halves:
                 exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
             )
             ready = self._arena.ready_blocks
-            self._tier: HostCacheTier | None = None
+            self.cache: Decider
+            self._tier: TierBelow | None = None
+            self._tiered: TieredCache | None = None
             if below is not None:
                 slots = slots_below(below, planner, num_blocks)
-                tiered = TieredCache(
+                self.cache = self._tiered = TieredCache(
                     planner,
                     device,
                     host_blocks=num_blocks,
@@ -169,8 +182,7 @@ class Halves:
                     options=options,
                     engine=engine,
                 )
-                self.cache: Decider = tiered
-                self._tier = HostCacheTier(below, slots, tiered, groups, self._arena.blocks)
+                self._tier = TierBelow(below, slots, self._tiered, groups, self._arena.blocks)
             elif self._joined is not None:
                 least, messenger = min_load_tokens or 0, self._joined.messenger()
                 self.cache = self._kept = KeptCache(
@@ -194,9 +206,8 @@ class Halves:
         self._strict = strict
         self._max_model_len = max_model_len
         self._process, self._is_closed = os.getpid(), False
-        self._keys: dict[Hashable, Sequence[bytes]] = {}  # id -> its keys; none if it ran at a reset
-        self._loads: dict[Hashable, tuple[int, int, int]] = {}  # id -> transfer, n0, boundary
-        self._filled: dict[Hashable, tuple[Hit, list[list[int]]]] = {}  # id -> what it loads, and where; with `strict`
+        self._running: dict[Hashable, _Running] = {}
+        self._began = 0.0  # when the last step did, with a tier
         # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
@@ -248,17 +259,14 @@ class Halves:
         if isinstance(answer, Pending):
             return answer
         destinations = self._destinations_of(allocate, answer) if isinstance(answer, Hit) else None
-        self._keys[id] = keys
-        if self._tier is not None:
-            self._tier.started(id, on_device)
+        running = self._running[id] = _Running(keys, on_device)
         if destinations is None or not isinstance(answer, Hit):
             self.cache.admit(request, on_device, now=now)
             return MISS
         self.cache.admit(request, on_device, answer.boundary, now)
-        transfer = self.cache.load(id, answer.boundary, destinations, now)
-        self._loads[id] = transfer, on_device, answer.boundary
-        if self._strict:
-            self._filled[id] = answer, destinations
+        running.load = self.cache.load(id, answer.boundary, destinations, now)
+        running.boundary = answer.boundary
+        running.filled = (answer, destinations) if self._strict else None
         return answer
 
     def begin_step(self) -> None:
@@ -269,6 +277,7 @@ class Halves:
             self._kept.passed(time.monotonic())
         self._worker.run(self.cache.step())
         if self._tier is not None:
+            self._began = time.monotonic()
             self._tier.run()
         self.cache.catch_up()
 
@@ -316,7 +325,8 @@ class Halves:
         """
         check_identity(None, revision, None)
         self._check_usable()
-        self._keys = dict.fromkeys(self._keys, ())
+        for running in self._running.values():
+            running.keys = ()
         named = self._tier or self._kept
         if named is None:
             self.cache.reset()
@@ -362,24 +372,20 @@ class Halves:
             for id in due:
                 if id in tokens:
                     self.cache.computed(id, tokens[id])
-            if self._tier is not None:
-                self._tier.timed(tokens)
+            if self._tiered is not None:
+                self._tiered.prefilled(self._newly_computed(tokens), time.monotonic() - self._began)
         return self._report()
 
     def _end(self, id: Hashable, num_tokens: int, preempted: bool) -> None:
         self._check_usable()
         # In serving, a request that has outgrown its own `num_tokens` must still come to its end.
         check_tokens("num_tokens", num_tokens, self._max_model_len if self._strict else sys.maxsize)
-        if id not in self._keys:
+        if id not in self._running:
             self._unknown_request(id)
             return
         self._check_filled(id, num_tokens)
-        self._filled.pop(id, None)
-        keys = self._keys.pop(id)
-        self._loads.pop(id, None)
+        keys = self._running.pop(id).keys
         self._left[-1].add(id)
-        if self._tier is not None:
-            self._tier.ended(id)
         chunks = min(self.cache.planner.full_chunks(num_tokens), len(keys))
         is_here = not chunks or self._is_known(keys[chunks - 1]) or self._had_twin(keys[chunks - 1], chunks)
         self._ended.append(keys[:chunks])
@@ -402,16 +408,25 @@ class Halves:
         if self._tier is not None:
             self._tier.report()
         for resolved in self.cache.report(self._worker.report()):
-            load = self._loads.get(resolved.request_id)
-            if load is not None and load[0] == resolved.id:
-                _, n0, boundary = self._loads.pop(resolved.request_id)
-                resume_at = boundary if resolved.ok else n0
-                if not resolved.ok:
-                    self._filled.pop(resolved.request_id, None)  # its blocks may be freed, and others computed into
-                ended.append((resolved.request_id, resume_at))
-                if self._tier is not None:
-                    self._tier.started(resolved.request_id, resume_at)
+            running = self._running.get(resolved.request_id)
+            if running is not None and running.load == resolved.id:
+                running.load = None
+                if resolved.ok:
+                    running.num_tokens = running.boundary
+                else:
+                    running.filled = None  # its blocks may be freed, and others computed into
+                ended.append((resolved.request_id, running.num_tokens))
         return ended
+
+    def _newly_computed(self, tokens: Mapping[Any, int]) -> int:
+        """How many tokens running requests have computed, which have these now."""
+        new = 0
+        for id, num_tokens in tokens.items():
+            running = self._running.get(id)
+            if running is not None and running.load is None:
+                new += num_tokens - running.num_tokens
+                running.num_tokens = num_tokens
+        return new
 
     def _is_known(self, key: bytes) -> bool:
         """Whether the device has this chunk. Or the host: an index that knows one block of a key may have known that of
@@ -432,7 +447,7 @@ class Halves:
 
     def _check_start(self, id: Hashable, keys: Sequence[bytes], num_tokens: int, on_device: int) -> None:
         check_id(id)
-        if id in self._keys:
+        if id in self._running:
             raise MisuseError(f"request {id!r} runs already; end it first")
         check_tokens("num_tokens", num_tokens, self._max_model_len)
         check_tokens("on_device", on_device, num_tokens)
@@ -443,16 +458,17 @@ class Halves:
 
     def _check_computed(self, tokens: Mapping[Any, int]) -> None:
         for id, num_tokens in tokens.items():
-            if id not in self._keys and not any(id in ended for ended in self._left):
+            if id not in self._running and not any(id in ended for ended in self._left):
                 raise MisuseError(f"request {id!r} is reported as computed, and does not run")
             check_tokens(f"what request {id!r} has computed", num_tokens, self._max_model_len)
             self._check_filled(id, num_tokens)
 
     def _check_filled(self, id: Hashable, num_tokens: int) -> None:
         """Once for each load: when the request that it was for goes on behind it."""
-        if id in self._filled and num_tokens >= self._filled[id][0].boundary:
-            hit, destinations = self._filled.pop(id)
-            self._destinations.check_found(self._keys[id], hit, destinations)
+        running = self._running.get(id)
+        if running is not None and running.filled is not None and num_tokens >= running.boundary:
+            (hit, destinations), running.filled = running.filled, None
+            self._destinations.check_found(running.keys, hit, destinations)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():

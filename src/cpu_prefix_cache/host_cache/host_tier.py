@@ -2,21 +2,19 @@
 
 open      a thread makes or finds the files, or takes the store over, as soon as that can be (`slab/opening.py`)
 step      the plan of the tier is carried out, and its report is passed on
-timed     how fast prompts are computed, without which nobody knows whether reading saves time
 close     what only the host has is written, for some seconds at most
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.slab.tier import RankPart, Tier
-from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:
     import torch
@@ -96,36 +94,6 @@ class TierBelow:
     def close(self) -> None:
         """End the threads, and let others have the files."""
         self._rank.close()
-
-
-class HostCacheTier(TierBelow):
-    """The same below a cache of requests, whose computing is timed."""
-
-    def __init__(
-        self, below: Tier, slots: int, cache: TieredCache, groups: "Sequence[KVGroup]", region: "torch.Tensor"
-    ) -> None:
-        super().__init__(below, slots, cache, groups, region)
-        self._cache = cache
-        self._computed: dict[Hashable, int] = {}  # tokens of running requests
-        self._began = 0.0
-
-    def run(self) -> None:
-        self._began = time.monotonic()
-        super().run()
-
-    def started(self, id: Hashable, tokens: int) -> None:
-        """A request has KV of so many tokens, without computing them."""
-        self._computed[id] = tokens
-
-    def timed(self, computed: Mapping[Any, int]) -> None:
-        """A step has ended, after which each request has KV of so many tokens."""
-        before, seconds = self._computed, time.monotonic() - self._began
-        new = sum(tokens - before[id] for id, tokens in computed.items() if id in before)
-        before.update((id, tokens) for id, tokens in computed.items() if id in before)
-        self._cache.prefilled(new, seconds)
-
-    def ended(self, id: Hashable) -> None:
-        self._computed.pop(id, None)
 
 
 def slots_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> int:

@@ -57,13 +57,13 @@ class RadixHostCache(RadixDevice, Halves):
         those of the tree.
         """
         self._check_usable()
-        if id not in self._keys:
+        if id not in self._running:
             self._unknown_request(id)
             return
         pages = numbers(pages)
         if self._strict:
             self.check_path(pages)
-        self.keyed(self._keys[id], pages)
+        self.keyed(self._running[id].keys, pages)
         self._inserted[id] = len(pages) * self._page_tokens
 
     def end_step(self) -> list[tuple[Hashable, int]]:
