@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.record import note_failure
 from cpu_prefix_cache.copier.worker import CopyWorker
 
 NAP_SECONDS = 100e-6
@@ -53,7 +52,6 @@ class EarlyEnds:
                 time.sleep(NAP_SECONDS)
                 self.still_open(ids)
             try:
-                self._copier.hold_compute(event)
+                event.hold(self._copier.hold_compute)
             except Exception as error:
-                note_failure(load, error)
                 raise RuntimeError(f"load {load.transfer.id}, said to be ending, has failed: {error}") from error

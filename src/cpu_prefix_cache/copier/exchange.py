@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.shared_events import Shared
+from cpu_prefix_cache.copier.streams import Event, Passed, raise_failure
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 
@@ -73,13 +74,11 @@ class Whole(Event):
 
     def passed(self) -> bool:
         while self.left and self.left[0].passed():
-            self.left.popleft()
+            ended = self.left.popleft()
+            self.found += () if self.error is not None else ended.end.unfit()
         if self.left:
             return False
-        if isinstance(self.error, Exception):
-            raise self.error
-        if self.error is not None:
-            raise RuntimeError(f"it was interrupted: {self.error!r}")
+        raise_failure(self.error)
         return True
 
     def until_passed(self) -> None:
@@ -97,8 +96,7 @@ class Portion(Event):
     copy: GroupCopy
     before: list["Portion"]  # which must have ended, beside those that earlier portions of the transfer waited for
     over: threading.Event = field(default_factory=threading.Event)  # set when it is submitted or never will be
-    end: Event = field(default_factory=Passed)
-    looking: threading.Lock = field(default_factory=threading.Lock)  # held by the one thread that queries `end`
+    end: Event = field(default_factory=Passed)  # the one that is submitted is Shared
 
     @property
     def reads(self) -> Event:
@@ -108,7 +106,7 @@ class Portion(Event):
 
     def submit(self, copier: Copier, after: Event) -> None:
         try:
-            self.end = copier.submit_part(self.whole.transfer.direction, self.copy, after)
+            self.end = Shared(copier.submit_part(self.whole.transfer.direction, self.copy, after))
         except BaseException as error:
             self.whole.error = error
             if not isinstance(error, Exception):
@@ -123,28 +121,18 @@ class Portion(Event):
             self.over.set()
 
     def passed(self) -> bool:
-        if not self.over.is_set() or not self.looking.acquire(blocking=False):
-            return False
         try:
-            return self._is_passed(self.end.passed)
-        finally:
-            self.looking.release()
+            return self.over.is_set() and self.end.passed()
+        except Exception as error:
+            self.whole.error = self.whole.error or error
+            return True
 
     def until_passed(self) -> None:
         self.over.wait()
-        with self.looking:
-            self._is_passed(self.end.until_passed)
-
-    def _is_passed(self, ask: Callable[[], bool | None]) -> bool:
         try:
-            if ask() is False:
-                return False
+            self.end.until_passed()
         except Exception as error:
             self.whole.error = self.whole.error or error
-        else:
-            self.whole.found += self.end.unfit()
-        self.end = Passed()  # an event that has raised once may answer anything
-        return True
 
 
 class Exchange:

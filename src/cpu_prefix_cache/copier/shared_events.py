@@ -1,31 +1,54 @@
 """Events that several transfers have in common, or that several ask."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.copier.streams import Event
 
 
 class Shared(Event):
-    """The event `own` of a copier. Whoever asks learns of a failure, though that is raised once."""
+    """The event `own` of a copier, which one thread at a time asks. Whoever asks this learns of a failure, though that
+    is raised once."""
 
     def __init__(self, own: Event) -> None:
         self.own, self._asking = own, threading.Lock()
         self._error: Exception | None = None
 
     def passed(self) -> bool:
-        with self._asking:
+        """False also while another thread asks, or waits."""
+        if not self._asking.acquire(blocking=False):
+            return False
+        try:
             if self._error is not None:
                 raise self._error
+            return self.own.passed()
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._asking.release()
+
+    def until_passed(self) -> None:
+        with self._asking:
             try:
-                return self.own.passed()
+                if self._error is not None:
+                    raise self._error
+                self.own.until_passed()
             except Exception as error:
-                self.note(error)
+                self._error = error
                 raise
 
-    def note(self, error: Exception) -> None:
-        """This was raised about it, and is raised from then on."""
-        self._error = error
+    def hold(self, hold: Callable[[Event], object]) -> None:
+        """`hold` is given the copier's own event, because streams wait for no other. What it raises is a failure."""
+        try:
+            hold(self.own)
+        except Exception as error:
+            self._error = error
+            raise
+
+    @property
+    def reads(self) -> Event:
+        return self.own.reads
 
     def unfit(self) -> Sequence[int]:
         return self.own.unfit()

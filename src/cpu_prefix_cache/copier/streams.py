@@ -92,6 +92,14 @@ class Streams:
     loads: LinkStreams
 
 
+def raise_failure(error: BaseException | None) -> None:
+    """Raise what another thread met: of an interrupt, which was that thread's, a RuntimeError."""
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:
+        raise RuntimeError(f"it was interrupted: {error!r}")
+
+
 class Passed(Event):
     """The event of what has run already."""
 

@@ -280,7 +280,7 @@ def _submit(copy: CopyRecord, before: Sequence[CopyRecord], copier: Copier, cloc
         event = copier.submit(copy.transfer.direction, copy.transfer.copies, copy.after)
         if clock is not None and copy.taken_up is not None:
             copy.submitted_in = clock() - copy.taken_up
-        copy.event = event  # last: from here on a report may see the end
+        copy.event = Shared(event)  # last: from here on a report may see the end
     except BaseException as error:  # whatever it is, the transfer must resolve (rule 10)
         copy.submission.set_exception(error)
         if not isinstance(error, Exception):
@@ -323,9 +323,10 @@ def _submit_as_one(loads: Sequence[CopyRecord], copier: Copier, clock: Callable[
     seconds = None if clock is None or begin is None else clock() - begin
     total = sum(copy.transfer.num_bytes for copy in loads)
     ends = sections if sections and sections[-1].own is end else [*sections, Shared(end)]
+    shared = Shared(EndOfSections(ends))
     for copy in loads:
         copy.submitted_in = None if seconds is None or not total else seconds * copy.transfer.num_bytes / total
-        copy.event = EndOfSections(ends)
+        copy.event = shared
         copy.submission.set_result(None)
 
 
@@ -337,7 +338,8 @@ def _take_up(copies: Mapping[int, CopyRecord], id: int, end: Event) -> bool:
     """A transfer that goes in portions begins, if it has not been cancelled. May be called again."""
     copy = copies[id]
     if not copy.submission.cancelled():
-        copy.event = end  # first: a submission that is over, and no event, is a transfer that copies nothing
+        # first: a submission that is over, and no event, is a transfer that copies nothing
+        copy.event = copy.event or Shared(end)
         with suppress(InvalidStateError):
             copy.submission.set_result(None)
     return not copy.submission.cancelled()

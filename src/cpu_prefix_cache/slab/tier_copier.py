@@ -28,7 +28,7 @@ import torch
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import check_range
 from cpu_prefix_cache.copier.job_thread import JobThread
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.streams import Event, Passed, raise_failure
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
@@ -297,7 +297,7 @@ class _Transfer(Event):
             self._give_up()
         if not self.has_ended:
             return False
-        self._raise()
+        raise_failure(self._error)
         return True
 
     def until_passed(self) -> None:
@@ -323,12 +323,6 @@ class _Transfer(Event):
                 self._undo()
         finally:
             self._ended.set()
-
-    def _raise(self) -> None:
-        if isinstance(self._error, Exception):
-            raise self._error
-        if self._error is not None:
-            raise RuntimeError(f"a thread of the tier was interrupted: {self._error!r}")
 
 
 class _Region:
