@@ -143,16 +143,25 @@ def keys_and_values(*tensors: "torch.Tensor", block_dim: int, kv_dim: int = 0) -
 
 
 def latents(*tensors: "torch.Tensor", block_tokens: int) -> Parts:
-    """MLA: [tokens, ...] for each layer, where a block is `block_tokens` rows."""
-    from cpu_prefix_cache.memory.parts import Role, check_tensor, token_major
+    """MLA: [tokens, ...] for each layer, where a block is `block_tokens` rows.
+
+    Raises ConfigurationError when the rows are not blocks, or the bytes of a block do not lie together.
+    """
+    from cpu_prefix_cache.memory.parts import Role, blocks_first, check_tensor
 
     check_whole("block_tokens", block_tokens, least=1)
-    for each in tensors:
-        check_tensor(each)
-    return [
-        token_major(layer, Role.LATENT, each, num_blocks=each.shape[0] // block_tokens, block_tokens=block_tokens)
-        for layer, each in enumerate(tensors)
-    ]
+    parts: list[Part] = []
+    for layer, tensor in enumerate(tensors):
+        check_tensor(tensor)
+        num_blocks, rest = divmod(tensor.shape[0], block_tokens)
+        if not num_blocks or rest:
+            raise ConfigurationError(
+                f"the {tensor.shape[0]} rows of layer {layer} are no blocks of {block_tokens} tokens; give the rows "
+                "that are blocks, and no others"
+            )
+        part = blocks_first(layer, Role.LATENT, tensor.view(num_blocks, block_tokens, *tensor.shape[1:]))
+        parts.append(replace(part, block_tokens=block_tokens))
+    return parts
 
 
 def states(*tensors: "torch.Tensor") -> Parts:

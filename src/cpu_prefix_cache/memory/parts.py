@@ -3,10 +3,8 @@
 A *part* is the bytes that each device block has in one tensor: contiguous, equally many, at a constant stride from
 block to block. What lies between blocks is never touched.
 
-    blocks_first       [blocks, ...]                   K or V apart, scales, an index cache, a state with its slots
-    keys_and_values    [2, blocks, ...]                K and V in one tensor, one after the other
-                       [blocks, 2, ...]                or side by side in every block
-    token_major        [blocks * block_tokens, ...]    MLA: a tensor of tokens, without ends of blocks
+`blocks_first` makes one of a tensor [blocks, ...]: K or V, scales, an index cache, a state with its slots.
+`kv_layout.py` has words for tensors with other dimensions before that of the blocks.
 
 `canonical` orders the parts of a group by layer and role, so that K and V apart and together come to the same bytes on
 the host (rule 14). Within a part the bytes keep the engine's order.
@@ -14,7 +12,7 @@ the host (rule 14). Within a part the bytes keep the engine's order.
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, combinations, groupby, pairwise
 
 import torch
@@ -68,36 +66,6 @@ def blocks_first(layer: int, role: Role, tensor: torch.Tensor, *, number: int = 
     check_tensor(tensor)
     content = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
     return Part(layer, role, block_bytes(tensor), number, content, beside=tuple(tensor.shape[1:]))
-
-
-def keys_and_values(layer: int, tensor: torch.Tensor, *, kv_dim: int) -> tuple[Part, Part]:
-    """K and V in one tensor: [2, blocks, ...] with `kv_dim` 0, [blocks, 2, ...] with `kv_dim` 1.
-
-    `kv_dim` is not guessed, because with two blocks both fit. Raises ConfigurationError when that dimension is not 2.
-    """
-    if kv_dim not in (0, 1) or tensor.ndim < 3 or tensor.shape[kv_dim] != 2:
-        raise ConfigurationError(
-            f"K and V in one tensor are [2, blocks, ...] with kv_dim=0 or [blocks, 2, ...] with kv_dim=1; "
-            f"got {tuple(tensor.shape)} with kv_dim={kv_dim}"
-        )
-    key, value = tensor.unbind(kv_dim)
-    return blocks_first(layer, Role.KEY, key), blocks_first(layer, Role.VALUE, value)
-
-
-def token_major(
-    layer: int, role: Role, tensor: torch.Tensor, *, num_blocks: int, block_tokens: int, number: int = 0
-) -> Part:
-    """A tensor [num_blocks * block_tokens, ...] with one row to a token. Its shape does not give the number of blocks.
-
-    Raises ConfigurationError when the rows are not those blocks, or the bytes of a block do not lie together.
-    """
-    if num_blocks < 1 or block_tokens < 1 or tensor.shape[0] != num_blocks * block_tokens:
-        raise ConfigurationError(
-            f"{num_blocks} blocks of {block_tokens} tokens are {num_blocks * block_tokens} rows, but the tensor of "
-            f"layer {layer} has {tensor.shape[0]}; give the rows that are blocks, and no others"
-        )
-    part = blocks_first(layer, role, tensor.unflatten(0, (num_blocks, block_tokens)), number=number)
-    return replace(part, block_tokens=block_tokens)
 
 
 def check_tensor(given: object) -> None:

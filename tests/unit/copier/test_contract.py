@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache import ConfigurationError, MisuseError, keys_and_values, latents
 from cpu_prefix_cache.copier import reference
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.streams import DeviceEvent
 from cpu_prefix_cache.deciding import Direction, GroupCopy
-from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical, keys_and_values, token_major
+from cpu_prefix_cache.memory.parts import Role, blocks_first, canonical
 from cpu_prefix_cache.testing import CorruptingCopier
 from tests.support.simulated_driver import SimulatedDriver
 from tests.unit.copier.bench import DEVICE, POISON, poisoned, randoms, raw, shapes_of
@@ -161,15 +161,10 @@ def layouts(fp8=torch.float8_e4m3fn):
         ]
 
     def together(kv_dim):
-        return lambda tensors: [
-            part for layer, tensor in enumerate(tensors) for part in keys_and_values(layer, tensor, kv_dim=kv_dim)
-        ]
+        return lambda tensors: keys_and_values(*tensors, block_dim=1 - kv_dim, kv_dim=kv_dim)
 
     def latent(tensors):
-        return [
-            token_major(layer, Role.LATENT, tensor, num_blocks=6, block_tokens=4)
-            for layer, tensor in enumerate(tensors)
-        ]
+        return latents(*tensors, block_tokens=4)
 
     def scaled(tensors):
         roles = (Role.KEY, Role.VALUE, Role.KEY_SCALE, Role.VALUE_SCALE)
@@ -245,18 +240,10 @@ def test_the_bytes_on_the_host_do_not_depend_on_the_engines_layout_of_k_and_v(bu
             for layer in range(2)
             for part in (blocks_first(layer, Role.KEY, keys[layer]), blocks_first(layer, Role.VALUE, values[layer]))
         ],
-        "together": [
-            part
-            for layer in range(2)
-            for part in keys_and_values(layer, torch.stack([keys[layer], values[layer]]), kv_dim=0)
-        ],
-        "side by side, all layers in one": [
-            part
-            for layer, tensor in enumerate(
-                torch.stack([keys, values], dim=1).permute(2, 0, 1, 3).contiguous().unbind(1)
-            )
-            for part in keys_and_values(layer, tensor, kv_dim=1)
-        ],
+        "together": keys_and_values(*map(torch.stack, zip(keys, values, strict=True)), block_dim=1),
+        "side by side, all layers in one": keys_and_values(
+            *torch.stack([keys, values], dim=1).permute(2, 0, 1, 3).contiguous().unbind(1), block_dim=0, kv_dim=1
+        ),
     }
     hosts = {}
     for way, parts in ways.items():

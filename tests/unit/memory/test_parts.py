@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, keys_and_values, latents
 from cpu_prefix_cache.memory.parts import (
     Part,
     Role,
@@ -11,9 +11,7 @@ from cpu_prefix_cache.memory.parts import (
     blocks_first,
     canonical,
     check_apart,
-    keys_and_values,
     side_by_side,
-    token_major,
 )
 
 
@@ -53,35 +51,35 @@ def test_any_dtype_will_do(dtype):
 
 
 def test_k_and_v_come_apart_on_either_dimension():
-    key, value = keys_and_values(7, numbered(2, 3, 4), kv_dim=0)
+    key, value = keys_and_values(numbered(2, 3, 4), block_dim=1)
     assert (as_int16(key.rows[1]), as_int16(value.rows[1])) == ([4, 5, 6, 7], [16, 17, 18, 19])
-    key, value = keys_and_values(7, numbered(3, 2, 4), kv_dim=1)
+    key, value = keys_and_values(numbered(3, 2, 4), block_dim=0, kv_dim=1)
     assert (as_int16(key.rows[1]), as_int16(value.rows[1])) == ([8, 9, 10, 11], [12, 13, 14, 15])
-    assert (key.role, value.role, key.layer) == (Role.KEY, Role.VALUE, 7)
+    assert (key.role, value.role, key.layer) == (Role.KEY, Role.VALUE, 0)
 
 
-@pytest.mark.parametrize(("shape", "kv_dim"), [((3, 2, 4), 0), ((2, 3, 4), 1), ((2, 2, 4), 2), ((2, 3), 0)])
+@pytest.mark.parametrize(("shape", "kv_dim"), [((3, 2, 4), 0), ((2, 3, 4), 1), ((2, 2, 4), 2), ((2, 3), 2)])
 def test_k_and_v_that_are_not_there_are_refused(shape, kv_dim):
     with pytest.raises(ConfigurationError, match="kv_dim"):
-        keys_and_values(0, torch.zeros(shape), kv_dim=kv_dim)
+        keys_and_values(torch.zeros(shape), block_dim=0 if kv_dim else 1, kv_dim=kv_dim)
 
 
 def test_a_tensor_of_tokens_is_cut_at_the_given_block_length():
-    part = token_major(0, Role.LATENT, numbered(6, 3), num_blocks=2, block_tokens=3)
+    (part,) = latents(numbered(6, 3), block_tokens=3)
     assert as_int16(part.rows) == [list(range(9)), list(range(9, 18))]
-    part = token_major(0, Role.LATENT, numbered(6, 3), num_blocks=3, block_tokens=2)
+    (part,) = latents(numbered(6, 3), block_tokens=2)
     assert as_int16(part.rows[2]) == list(range(12, 18))
 
 
-@pytest.mark.parametrize(("num_blocks", "block_tokens"), [(2, 2), (3, 4), (0, 6), (-2, -3)])
-def test_tokens_that_are_not_those_blocks_are_refused(num_blocks, block_tokens):
+@pytest.mark.parametrize("block_tokens", [4, 5, 7])
+def test_tokens_that_are_not_blocks_are_refused(block_tokens):
     with pytest.raises(ConfigurationError, match="rows"):
-        token_major(0, Role.LATENT, numbered(6, 3), num_blocks=num_blocks, block_tokens=block_tokens)
+        latents(numbered(6, 3), block_tokens=block_tokens)
 
 
 def test_padding_between_tokens_tears_a_block():
     with pytest.raises(ConfigurationError, match="contiguous"):
-        token_major(0, Role.LATENT, numbered(6, 4)[:, :3], num_blocks=2, block_tokens=3)
+        latents(numbered(6, 4)[:, :3], block_tokens=3)
 
 
 @pytest.mark.parametrize(
