@@ -9,6 +9,7 @@ So what happens to the file in service is seen by the next process, which reads 
 """
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from cpu_prefix_cache.slab.records import SIZE
@@ -35,17 +36,15 @@ class RecordFile:
         """At once for this process, whether or not this raises OSError; then in the file."""
         for slot in slots:
             self.memory[slot * SIZE : (slot + 1) * SIZE] = bytes(SIZE)
-        for first, count in _runs(slots):
-            self._write(first, bytes(count * SIZE))
+        for begin, end in runs(slots):
+            self._write(slots[begin], bytes((end - begin) * SIZE))
 
     def keep(self, slots: Sequence[int], packed: Sequence[bytes]) -> None:
         """`packed[i]` is the record of `slots[i]` from now on. When it raises OSError, some of them may have it."""
-        at = 0
-        for first, count in _runs(slots):
-            data = b"".join(packed[at : at + count])
+        for begin, end in runs(slots):
+            first, data = slots[begin], b"".join(packed[begin:end])
             self._write(first, data)
-            self.memory[first * SIZE : (first + count) * SIZE] = data
-            at += count
+            self.memory[first * SIZE : first * SIZE + len(data)] = data
 
     def close(self) -> None:
         """Nothing is written any more: the number of the file may soon be another's."""
@@ -57,10 +56,14 @@ class RecordFile:
             at += os.pwrite(self._file, data[at:], begin + at)
 
 
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and number of slots that follow one another."""
+def runs(slots: Sequence[int], most: int = sys.maxsize) -> Iterator[tuple[int, int]]:
+    """[begin, end) of slots that follow one another, at most so many of them.
+
+    >>> list(runs([4, 5, 6, 9], most=2))
+    [(0, 2), (2, 3), (3, 4)]
+    """
     begin = 0
     for at in range(1, len(slots) + 1):
-        if at == len(slots) or slots[at] != slots[at - 1] + 1:
-            yield slots[begin], at - begin
+        if at == len(slots) or slots[at] != slots[at - 1] + 1 or at - begin == most:
+            yield begin, at
             begin = at

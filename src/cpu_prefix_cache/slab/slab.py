@@ -29,7 +29,7 @@ from cpu_prefix_cache.slab import manifest, records
 from cpu_prefix_cache.slab.below import address_of
 from cpu_prefix_cache.slab.durable import remove_durably
 from cpu_prefix_cache.slab.folder import Folder
-from cpu_prefix_cache.slab.record_file import RecordFile
+from cpu_prefix_cache.slab.record_file import RecordFile, runs
 from cpu_prefix_cache.slab.records import Record
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Slab:
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self.slots, self.slot_bytes = folder, folder.slots, folder.slot_bytes
+        self._at_once = max(1, min(CALL_SLOTS, CALL_BYTES // self.slot_bytes))  # slots of a call to the system
         self._seed = folder.seed
         self._generations = self._folder.generations
         self.next_generation = self._generations.first
@@ -108,7 +109,7 @@ class Slab:
         self.keep(max((label.generation for label in labels), default=0))
         self.records.clear(slots)
         digests: list[bytes] = []
-        for begin, end in self._runs(slots):
+        for begin, end in runs(slots, self._at_once):
             digests += map(records.checksum, views[begin:end])
             wanted = (end - begin) * self.slot_bytes
             written = os.pwritev(self._folder.blocks, views[begin:end], slots[begin] * self.slot_bytes)
@@ -195,7 +196,7 @@ class Slab:
         digests: Sequence[bytes | None],
     ) -> Iterator[int]:
         """Positions, of `there`, whose bytes have their digests."""
-        for begin, end in self._runs([slots[at] for at in there]):
+        for begin, end in runs([slots[at] for at in there], self._at_once):
             run = there[begin:end]
             count = os.preadv(self._folder.blocks, [views[at] for at in run], slots[run[0]] * self.slot_bytes)
             self._drop_cached(slots[run[0]], len(run))
@@ -209,15 +210,6 @@ class Slab:
         if record is None or record.slot != slot or label.generation < self.floor:
             return False
         return record.label.key == label.key and record.label[2:] == label[2:]  # all but `parent`
-
-    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """[begin, end) of what one call to the system moves: adjacent slots."""
-        most = max(1, min(CALL_SLOTS, CALL_BYTES // self.slot_bytes))
-        begin = 0
-        for at in range(1, len(slots) + 1):
-            if at == len(slots) or slots[at] != slots[at - 1] + 1 or at - begin == most:
-                yield begin, at
-                begin = at
 
     def _drop_cached(self, slot: int, count: int) -> None:
         """The system's cache is for others. Pages that are not written back yet stay."""

@@ -47,8 +47,9 @@ def test_slots_in_any_order_go_where_they_belong(letters):
     assert [bytes(view) for view in views] == [name.encode() * BLOCK for name in names]
 
 
-def test_a_run_longer_than_one_call_takes_several(letters, monkeypatch):
+def test_a_run_longer_than_one_call_takes_several(letters, tmp_path, monkeypatch):
     monkeypatch.setattr(slab_module, "CALL_BYTES", 3 * BLOCK)
+    letters.reopen(tmp_path)
     letters.put("abcdefgh", slot=1)
     assert letters.get("abcdefgh", slot=1) == "abcdefgh"
 
