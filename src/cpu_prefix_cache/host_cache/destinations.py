@@ -9,11 +9,12 @@ from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from cpu_prefix_cache.host_cache.decider import Decider
+from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.numbers import Array, is_integer
 from cpu_prefix_cache.messages.request import Hit
 from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.kv_layout import KVGroup
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 class Destinations:
     """The destinations of the loads of one cache. Every call raises MisuseError for what cannot be meant."""
 
-    def __init__(self, cache: Decider, device: Device, groups: "Sequence[KVGroup]", *, strict: bool) -> None:
+    def __init__(
+        self, cache: CPUPrefixCache | KeptCache, device: Device, groups: "Sequence[KVGroup]", *, strict: bool
+    ) -> None:
         self._cache, self._device, self._strict = cache, device, strict
         self._names = [each.group.name for each in groups]
         self._num_blocks = [each.num_blocks for each in groups]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
-from cpu_prefix_cache.host_cache.decider import Decider
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.node_pool import joined
@@ -168,7 +167,7 @@ class Halves:
                 exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
             )
             ready = self._arena.ready_blocks
-            self.cache: Decider
+            self.cache: CPUPrefixCache | KeptCache  # which has its pool here; or not
             self._tier: TierBelow | None = None
             self._tiered: TieredCache | None = None
             if below is not None:

@@ -8,13 +8,14 @@ close     what only the host has is written, for some seconds at most
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from cpu_prefix_cache.keyed.tiered_keyed_cache import TieredKeyedCache
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.slab.tier import RankPart, Tier
+from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:
     import torch
@@ -25,23 +26,6 @@ if TYPE_CHECKING:
 NAP_SECONDS = 0.002
 
 
-class AboveTier(Protocol):
-    """The cache above a tier, as far as the tier's own steps go."""
-
-    @property
-    def planner(self) -> HybridChunkPlanner: ...
-
-    def passed(self, now: float) -> None: ...
-    def plan_below(self) -> TierPlan: ...
-    def report_below(self, report: TierReport) -> None: ...
-    def reset(self, revision: str | None = None) -> None: ...
-    def flush(self) -> None: ...
-    def tier_statistics(self) -> TierStatistics: ...
-
-    @property
-    def is_flushed(self) -> bool: ...
-
-
 class TierBelow:
     """A tier of so many `slots` below `cache`. `region` is the host region, uint8 [blocks, bytes].
 
@@ -50,7 +34,12 @@ class TierBelow:
     """
 
     def __init__(
-        self, below: Tier, slots: int, cache: AboveTier, groups: "Sequence[KVGroup]", region: "torch.Tensor"
+        self,
+        below: Tier,
+        slots: int,
+        cache: TieredCache | TieredKeyedCache,
+        groups: "Sequence[KVGroup]",
+        region: "torch.Tensor",
     ) -> None:
         namespace = _namespace(below, cache.planner, groups)
         self._above = cache
