@@ -175,31 +175,28 @@ class DeviceEvent(Event):
     """Event of any device that torch has streams for."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        self.event = self._new(stream.device)
+        self.event = torch.Event(stream.device)
         self.event.record(stream)
-
-    def _new(self, device: torch.device) -> torch.Event:
-        return torch.Event(device)
 
     def passed(self) -> bool:
         return bool(self.event.query())
 
 
-class CudaEvent(DeviceEvent):
+class CudaEvent(Event):
     """Event of a device that torch calls "cuda". Graphs that other threads capture are left alone."""
 
-    def _new(self, device: torch.device) -> torch.Event:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self._working = partial(accelerator_driver().working_in, None)
-        self._event = torch.cuda.Event()
-        return self._event
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
 
     @property
     def handle(self) -> int:
-        return int(self._event.cuda_event)
+        return int(self.event.cuda_event)
 
     def passed(self) -> bool:
         with self._working():
-            return super().passed()
+            return bool(self.event.query())
 
 
 class CudaStream:
