@@ -44,6 +44,10 @@ class BoundGroup:
     def is_coded(self) -> bool:
         return self.piece.group.form is not NONE
 
+    def run(self, first: int, last: int) -> "BoundGroup":
+        """Its parts [first, last), with their offsets in the whole piece."""
+        return replace(self, parts=self.parts[first:last], offsets=self.offsets[first : last + 1])
+
     def joined(self) -> "BoundGroup":
         """The same with parts joined that are neighbours in every block, and so on the host: but not in a piece of
         several blocks, which has each part of all of them in turn there, nor where parts are coded one by one.

@@ -97,27 +97,24 @@ def _direct_slice(part: torch.Tensor) -> int:
     return max(1, DIRECT_SLICE_BYTES // part.shape[1])
 
 
-class _Section:
-    """Parts [first, last) of a group, which fit a slot: all of them, unless the piece is large. A slot holds at most
-    `most` pieces, `_pitch` bytes apart."""
+class _SlotRun:
+    """Parts of a group that fit a slot: all of them, unless the piece is large. A slot holds at most `most` pieces,
+    `_pitch` bytes apart."""
 
-    def __init__(
-        self, group: BoundGroup, first: int, last: int, region: Region, slot_bytes: int, tiling: Tiling
-    ) -> None:
-        begin, num_bytes = group.offsets[first], group.offsets[last] - group.offsets[first]
-        parts, device_blocks = group.parts[first:last], group.piece.device_blocks
-        offsets = [offset - begin for offset in group.offsets[first:last]]
+    def __init__(self, run: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
+        begin, num_bytes = run.offsets[0], run.offsets[-1] - run.offsets[0]
+        offsets, device_blocks = [offset - begin for offset in run.offsets[:-1]], run.piece.device_blocks
         self._launchers: Sequence[Launcher | CodingLauncher]
-        if group.is_coded:
-            self._launchers = coding_launchers(parts, offsets, device_blocks=device_blocks)
+        if run.is_coded:
+            self._launchers = coding_launchers(run.parts, offsets, device_blocks=device_blocks)
         else:
-            self._launchers = launchers(parts, offsets, device_blocks=device_blocks, tiling=tiling)
-        self._piece, self._region, self._num_bytes = group.piece, region, num_bytes
+            self._launchers = launchers(run.parts, offsets, device_blocks=device_blocks, tiling=tiling)
+        self._piece, self._region, self._num_bytes = run.piece, region, num_bytes
         self._pitch = round_up(num_bytes, max(each.alignment for each in self._launchers))
         self.most = max(1, min(slot_bytes // self._pitch, SLOT_IDS // device_blocks))
         self._places = list(columns(begin, num_bytes, region.block_bytes))
         # each piece is one whole host block, and nothing is between pieces in a slot
-        whole = group.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
+        whole = run.piece.host_blocks == 1 and self._places == [(0, 0, 0, region.block_bytes)]
         self._is_one_block = whole and self._pitch == num_bytes
 
     def submit(
@@ -151,28 +148,28 @@ class ThroughRing:
     """Copies fragments through the slots of a ring."""
 
     def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
-        self._sections = [_Section(group, *run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
+        self._runs = [_SlotRun(run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
         self._group, self._is_pinned = group, group.parts[0].device.type == "cuda"
-        self.slice_pieces = min(section.most for section in self._sections)
+        self.slice_pieces = min(run.most for run in self._runs)
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Unfit | None:
         unfit: Unfit | None = None
         if self._group.is_coded and direction is Direction.STORE:
             firsts = copy.host_blocks[:: self._group.piece.host_blocks]
             unfit = Unfit(torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned), firsts)
-        for section in self._sections:
-            section.submit(direction, copy, ring, after, NO_FLAGS if unfit is None else unfit.flags, is_part)
+        for run in self._runs:
+            run.submit(direction, copy, ring, after, NO_FLAGS if unfit is None else unfit.flags, is_part)
         return unfit
 
 
-def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of a piece in as few runs [first, last) that fit a slot as possible."""
+def _cuts(group: BoundGroup, slot_bytes: int) -> Iterator[BoundGroup]:
+    """Its parts in as few runs that fit a slot as possible."""
     first = 0
     for last, end in enumerate(group.offsets[2:], 1):
         if round_up(end - group.offsets[first], LARGEST_WORD) > slot_bytes:
-            yield first, last
+            yield group.run(first, last)
             first = last
-    yield first, len(group.parts)
+    yield group.run(first, len(group.parts))
 
 
 def round_up(value: int, unit: int) -> int:

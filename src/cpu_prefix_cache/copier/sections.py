@@ -29,7 +29,4 @@ def in_sections(group: BoundGroup) -> list[BoundGroup]:
     for at, offset in enumerate(group.offsets):
         if min(offset - group.offsets[firsts[-1]], end - offset) >= least:
             firsts.append(at)
-    return [
-        BoundGroup(group.piece, group.parts[first:last], group.offsets[first : last + 1])
-        for first, last in pairwise([*firsts, len(group.parts)])
-    ]
+    return [group.run(first, last) for first, last in pairwise([*firsts, len(group.parts)])]
