@@ -18,7 +18,7 @@ class LateSections(MeddlingCopier):
         self.sections = copier.sections  # type: ignore[method-assign]  # of the copier around which it stands
         self.allowed, self.ended = threading.Semaphore(0), list[Event]()
 
-    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> None:
         def late(end: Event) -> None:
             end.until_passed()
             self.ended.append(end)
@@ -26,4 +26,4 @@ class LateSections(MeddlingCopier):
             self.allowed.acquire()
 
         self.allowed.acquire()
-        return self.copier.submit_sections(copies, after, late)
+        self.copier.submit_sections(copies, after, late)

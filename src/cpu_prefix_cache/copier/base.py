@@ -39,12 +39,10 @@ class Copier(Protocol):
         """For each part of a group the section of `submit_sections` that brings it. Empty: of all groups the last."""
         return ()
 
-    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> None:
         """As `submit`, a load that brings its pieces section by section. `submitted` is called with the event of each
-        section's end, at least one, when it has been submitted."""
-        event = self.submit(Direction.LOAD, copies, after)
-        submitted(event)
-        return event
+        section's end when it has been submitted, at least once: the load ends with the last."""
+        submitted(self.submit(Direction.LOAD, copies, after))
 
     def part_pieces(self, copy: GroupCopy) -> int:
         """How many pieces a part (`submit_part`) has that crosses fastest; 0: any."""

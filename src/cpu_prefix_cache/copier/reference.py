@@ -78,7 +78,7 @@ class ReferenceCopier(Copier):
     def sections(self, group: int) -> Sequence[int]:
         return self._section_of[group]
 
-    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> None:
         self._binding.check(Direction.LOAD, copies)
         after.until_passed()
         try:
@@ -90,7 +90,6 @@ class ReferenceCopier(Copier):
                 submitted(Passed())
         finally:
             self.here().until_passed()
-        return Passed()
 
     def _store(self, group: BoundGroup, device_rows: Rows, host_rows: Sequence[Rows]) -> set[int]:
         """`host_rows`: the first host blocks of all pieces, the second ones, and so on. Which pieces do not fit."""

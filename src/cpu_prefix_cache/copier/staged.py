@@ -144,7 +144,7 @@ class StagedCopier(Copier):
     def submit_part(self, direction: Direction, copy: GroupCopy, after: Event) -> Event:
         return self._submit(direction, [copy], after, is_part=True)
 
-    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> Event:
+    def submit_sections(self, copies: Sequence[GroupCopy], after: Event, submitted: Callable[[Event], object]) -> None:
         self._binding.check(Direction.LOAD, copies)
         ring = self._rings[Direction.LOAD]
         filled = [copy for copy in copies if copy.host_blocks]
@@ -154,7 +154,6 @@ class StagedCopier(Copier):
                     for path in self._sections[copy.group][at : at + 1]:
                         path.submit(Direction.LOAD, copy, ring, after, at > 0)
                 submitted(ring.streams.record())
-            return ring.streams.record()
 
     @contextmanager
     def _submitting(self, streams: LinkStreams, beside: AbstractContextManager[None]) -> Iterator[None]:

@@ -312,7 +312,7 @@ def _submit_as_one(loads: Sequence[CopyRecord], copier: Copier, clock: Callable[
         copy.sections = sections
     begin = None if clock is None else clock()
     try:
-        end = copier.submit_sections(_joined(loads), loads[0].after, lambda end: sections.append(Shared(end)))
+        copier.submit_sections(_joined(loads), loads[0].after, lambda end: sections.append(Shared(end)))
     except Exception as error:
         if len(loads) == 1:
             _refuse(loads, error)
@@ -322,11 +322,10 @@ def _submit_as_one(loads: Sequence[CopyRecord], copier: Copier, clock: Callable[
         return
     seconds = None if clock is None or begin is None else clock() - begin
     total = sum(copy.transfer.num_bytes for copy in loads)
-    ends = sections if sections and sections[-1].own is end else [*sections, Shared(end)]
-    shared = Shared(EndOfSections(ends))
+    end = Shared(EndOfSections(sections))
     for copy in loads:
         copy.submitted_in = None if seconds is None or not total else seconds * copy.transfer.num_bytes / total
-        copy.event = shared
+        copy.event = end
         copy.submission.set_result(None)
 
 

@@ -73,7 +73,7 @@ def test_a_section_that_has_ended_has_come_and_those_behind_it_have_not(build):
             [bench.has_come(0, part) for part in range(LAYERS)] + [bench.has_come(1, part) for part in range(3)]
         )
 
-    bench.copier.submit_sections(bench.copies, bench.copier.here(), submitted).until_passed()
+    bench.copier.submit_sections(bench.copies, bench.copier.here(), submitted)
     sections = [*bench.copier.sections(0), *bench.copier.sections(1)]
     assert sections[:LAYERS] == sorted(sections[:LAYERS]) and len(ends) == max(sections) + 1 > 3
     for at, came in enumerate(ends):
@@ -87,7 +87,8 @@ def test_a_section_that_has_ended_has_come_and_those_behind_it_have_not(build):
 def test_a_load_of_nothing_ends(build):
     bench, ends = Bench(build), []
     nothing = [GroupCopy(0, (), ()), GroupCopy(1, (), ())]
-    bench.copier.submit_sections(nothing, bench.copier.here(), ends.append).until_passed()
+    bench.copier.submit_sections(nothing, bench.copier.here(), ends.append)
+    ends[-1].until_passed()
     assert not any(bench.has_come(0, part) for part in range(LAYERS))
 
 
@@ -108,5 +109,6 @@ def test_sections_are_all_parts_in_turn_and_no_more_than_the_most(build, monkeyp
 def test_small_pieces_come_as_one(build, monkeypatch):
     monkeypatch.setattr(sections_module, "SECTION_BYTES", 1 << 20)
     bench, ends = Bench(build), []
-    bench.copier.submit_sections(bench.copies, bench.copier.here(), ends.append).until_passed()
+    bench.copier.submit_sections(bench.copies, bench.copier.here(), ends.append)
+    ends[-1].until_passed()
     assert len(ends) == 1 and all(bench.has_come(0, part) for part in range(LAYERS))
