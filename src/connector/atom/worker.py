@@ -60,16 +60,15 @@ class CPUPrefixCacheWorker(KVConnectorBase):
             )
         bound = bind(kv_caches, transfer_tensors, num_blocks, self._settings.codec)
         planner = self._settings.planner(bound.block_bytes)
-        is_cuda = bound.device.type == "cuda"
-        arena = HostArena(
-            self._settings.host_blocks(planner), planner.host_block_bytes, pinned_for=bound.device if is_cuda else None
-        )
+        num_blocks = self._settings.host_blocks(planner)
+        arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=bound.device)
         self._tier = self._open_tier(planner, bound, arena)
         tensors = (bound.tensors[geometry.PAGES],) * len(planner.groups)
         choice = choose_copier(planner, tensors, arena.blocks, pinned=arena, loads_first=True)
         logger.info("the host cache copies with %s: %s", choice.name, choice.reason)
         self._bound, self._arena = bound, arena
-        self._worker = CopyWorker(RANK, choice.copier, arena, threads=is_cuda, load_seconds=LOAD_SECONDS)
+        threads = bound.device.type == "cuda"
+        self._worker = CopyWorker(RANK, choice.copier, arena, threads=threads, load_seconds=LOAD_SECONDS)
 
     def start_load_kv(self, metadata: Any) -> None:
         """Metadata of another connector is not ours."""

@@ -20,7 +20,7 @@ class PoolHere:
             self.arena = HostArena(
                 joined.num_slots,
                 planner.host_block_bytes,
-                pinned_for=device if device.type == "cuda" else None,
+                pinned_for=device,
                 region=joined.region(),
             )
             joined.give(pool.meeting)

@@ -75,14 +75,14 @@ def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: RankShapes, de
     """This rank's region. Each rank calls this, and if one of them raises ConfigurationError, all do."""
     parallel = vllm_config.parallel_config
     num_blocks = settings.host_bytes // shapes.host_block_bytes
-    num_bytes, is_pinned = num_blocks * shapes.host_block_bytes, device.type == "cuda"
+    num_bytes = num_blocks * shapes.host_block_bytes
     agree(parallel, _problem(settings, parallel))
     try:
         arena = HostArena(
             num_blocks,
             shapes.host_block_bytes,
-            pinned_for=device if is_pinned else None,
-            region=_shared_region(num_bytes, taken_ahead=is_pinned) if settings.is_shared else None,
+            pinned_for=device,
+            region=_shared_region(num_bytes, taken_ahead=device.type == "cuda") if settings.is_shared else None,
         )
     except Exception as error:
         agree(parallel, error)

@@ -140,7 +140,6 @@ class Halves:
         check_fits(device, planner)  # as the cache does, but before the region is allocated
         tensors = [each.tensors for each in groups]
         on = tensors[0][0].device
-        is_cuda = on.type == "cuda"
         self._joined = None if pool is None else joined(pool, planner, groups)
         self._kept: KeptCache | None = None
         with ExitStack() as undo:
@@ -148,9 +147,7 @@ class Halves:
                 undo.callback(self._joined.close)
             num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
             region = None if self._joined is None else self._joined.region()
-            self._arena = HostArena(
-                num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None, region=region
-            )
+            self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on, region=region)
             copier = choose_copier(
                 planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
             ).copier
@@ -196,7 +193,7 @@ class Halves:
                 0,
                 copier if wrap_copier is None else wrap_copier(copier, tensors),
                 self._arena,
-                threads=is_cuda if threads is None else threads,
+                threads=on.type == "cuda" if threads is None else threads,
                 load_seconds=load_seconds,
             )
             self._destinations = Destinations(self.cache, device, groups, strict=strict)

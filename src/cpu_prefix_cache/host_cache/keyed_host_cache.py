@@ -104,15 +104,14 @@ class KeyedHostCache:
             )
         tensors = [each.tensors for each in groups]
         on = tensors[0][0].device
-        is_cuda = on.type == "cuda"
-        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on if is_cuda else None)
+        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on)
         copier = choose_copier(planner, tensors, self._arena.blocks, null_block=null_block, pinned=self._arena).copier
         self._copier = copier if wrap_copier is None else wrap_copier(copier, tensors)
         self._worker = CopyWorker(
             0,
             self._copier,
             self._arena,
-            threads=is_cuda if threads is None else threads,
+            threads=on.type == "cuda" if threads is None else threads,
             load_seconds=load_seconds,
         )
         ready = self._arena.ready_blocks

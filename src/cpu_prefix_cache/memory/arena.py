@@ -22,10 +22,11 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 class HostArena:
     """`num_blocks` blocks of `block_bytes` bytes, as a uint8 tensor `blocks` of shape [num_blocks, block_bytes].
 
-    `pinned_for` is the CUDA or HIP device that it is pinned for; without, it is ready at once and takes pages when they
-    are first written. `region` is one that several processes map (`memory/mapping.py`); without, it is made here, and
-    this process's own. A copier that is given the arena as `pinned` keeps it alive. Other copies must not cross a
-    multiple of 16 MiB of a pinned region (`memory/moves.py`).
+    `pinned_for` is the device whose tensors are copied to and from it. For a CUDA or HIP device it is pinned; for any
+    other, and for None, it is ready at once and takes pages when they are first written. `region` is one that several
+    processes map (`memory/mapping.py`); without, it is made here, and this process's own. A copier that is given the
+    arena as `pinned` keeps it alive. Other copies must not cross a multiple of 16 MiB of a pinned region
+    (`memory/moves.py`).
 
     Raises ConfigurationError when the region is larger than this process may use, with a size that fits, and when it is
     to be pinned where there is no such device. `driver` and `slice_bytes` are for tests.
@@ -43,6 +44,8 @@ class HostArena:
     ) -> None:
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigurationError(f"a host region has blocks of some bytes, got {num_blocks} of {block_bytes} bytes")
+        if pinned_for is not None and pinned_for.type != "cuda":
+            pinned_for = None
         if pinned_for is not None and driver is None:
             driver = _driver_for(pinned_for)  # first, because it may raise
         num_bytes = num_blocks * block_bytes
@@ -89,9 +92,9 @@ class HostArena:
 
 
 def _driver_for(device: torch.device) -> Driver:
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise ConfigurationError(
-            f"host memory is pinned for a CUDA or HIP device, and {device} is none here; leave out pinned_for"
+            f"host memory is pinned for a CUDA or HIP device, and there is no {device} here; leave out pinned_for"
         )
     torch.cuda.init()
     return accelerator_driver()

@@ -320,6 +320,11 @@ def test_pinned_memory_needs_a_device(monkeypatch):
         HostArena(num_blocks=3, block_bytes=1000, pinned_for=CUDA)
 
 
+def test_for_tensors_of_a_device_that_pins_nothing_all_is_ready_at_once():
+    arena = HostArena(num_blocks=3, block_bytes=1000, pinned_for=torch.device("cpu"))
+    assert arena.ready_blocks == 3 and arena.pinned_bytes == 0 and arena.registration is None
+
+
 def test_processors_near_the_device_are_those_of_its_node(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "PCI_DEVICES", tmp_path)
     (tmp_path / "0000:1b:00.0").mkdir()
