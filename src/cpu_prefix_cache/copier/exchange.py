@@ -22,12 +22,13 @@ submitted.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.record import CopyRecord, await_ended
 from cpu_prefix_cache.copier.shared_events import Shared
 from cpu_prefix_cache.copier.streams import Event, Passed, raise_failure
 from cpu_prefix_cache.messages.errors import MisuseError
@@ -136,9 +137,7 @@ class Portion(Event):
 
 
 class Exchange:
-    """A load and its stores, each behind its event of `after`, by their ids. `first` is called before the load.
-    `begins` is called with the id of each and the event of its end before it is submitted, perhaps repeatedly; it
-    returns False if that has been cancelled.
+    """A load and its stores. The load waits for the transfers `before` as well.
 
     They fail with MisuseError for ids that the copier refuses, for more than one group, and where the load would
     overwrite what a store saves before it has read what that store overwrites.
@@ -146,15 +145,14 @@ class Exchange:
 
     def __init__(
         self,
-        load: TransferPlan,
-        stores: Iterable[TransferPlan],
+        load: CopyRecord,
+        stores: Iterable[CopyRecord],
+        before: Sequence[CopyRecord],
         copier: Copier,
-        after: Mapping[int, Event],
-        first: Callable[[], object],
-        begins: Callable[[int, Event], bool],
     ) -> None:
-        self._wholes = [Whole(transfer) for transfer in (load, *stores)]
-        self._copier, self._after, self._first, self._begins = copier, after, first, begins
+        self._copies = {copy.transfer.id: copy for copy in (load, *stores)}
+        self._wholes = [Whole(copy.transfer) for copy in self._copies.values()]
+        self._before, self._copier = before, copier
         self._portions: list[Portion] = []
         self._cutting = threading.Lock()
 
@@ -172,7 +170,7 @@ class Exchange:
             # stores do not pause for the load that they exchange blocks with, even while it is submitted
             with self._copier.awaiting_stores() if Direction.LOAD in directions else nullcontext():
                 if Direction.LOAD in directions:
-                    self._first()
+                    await_ended(self._before)
                 for portion in mine:
                     self._submit(portion)
         except BaseException as error:
@@ -184,17 +182,18 @@ class Exchange:
             for portion in mine:
                 portion.give_up()
             for whole in wholes:
-                self._begins(whole.transfer.id, whole)
+                self._copies[whole.transfer.id].take_up(whole)
 
     def _submit(self, portion: Portion) -> None:
         whole = portion.whole
-        after = self._after[whole.transfer.id]
+        copy = self._copies[whole.transfer.id]
+        after = copy.after
         if whole.error is None and whole.transfer.direction is Direction.LOAD:
             after = self._copier.behind(after, portion.before)
         elif whole.error is None:
             for each in portion.before:
                 each.until_passed()
-        if whole.error is None and self._begins(whole.transfer.id, whole):
+        if whole.error is None and copy.take_up(whole):
             portion.submit(self._copier, after)
         else:
             portion.give_up()

@@ -6,7 +6,7 @@ Any thread may ask; the one that reports sees to it that a failure is logged onc
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -50,6 +50,16 @@ class CopyRecord:
             raise_failure(self.submission.exception())  # waits until it is over
         if self.event is not None:
             self.event.until_passed()
+
+    def take_up(self, end: Event) -> bool:
+        """It goes in portions and begins, with this end, unless it has been cancelled. May be called again."""
+        if self.submission.cancelled():
+            return False
+        # first: a submission that is over, and no event, is a transfer that copies nothing
+        self.event = self.event or Shared(end)
+        with suppress(InvalidStateError):
+            self.submission.set_result(None)
+        return not self.submission.cancelled()
 
 
 def ended(copy: CopyRecord) -> bool | None:

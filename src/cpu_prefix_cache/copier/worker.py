@@ -23,7 +23,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -217,11 +217,7 @@ class CopyWorker:
                 copy.submission.set_result(None)
 
     def _exchange(self, load: CopyRecord, stores: Sequence[CopyRecord], before: Sequence[CopyRecord]) -> None:
-        both = {each.transfer.id: each for each in (load, *stores)}
-        first = partial(await_ended, [each for each in before if each.transfer.id not in both])
-        plans = [store.transfer for store in stores]
-        after = {id: each.after for id, each in both.items()}
-        exchange = Exchange(load.transfer, plans, self._copier, after, first, partial(_take_up, both))
+        exchange = Exchange(load, stores, [each for each in before if each not in stores], self._copier)
         for direction, jobs in self._jobs.items():
             jobs.put(partial(exchange.submit, direction))
         if not self._jobs:
@@ -331,17 +327,6 @@ def _submit_as_one(loads: Sequence[CopyRecord], copier: Copier, clock: Callable[
 
 def _stores(copy: CopyRecord) -> bool:
     return copy.transfer.direction is Direction.STORE
-
-
-def _take_up(copies: Mapping[int, CopyRecord], id: int, end: Event) -> bool:
-    """A transfer that goes in portions begins, if it has not been cancelled. May be called again."""
-    copy = copies[id]
-    if not copy.submission.cancelled():
-        # first: a submission that is over, and no event, is a transfer that copies nothing
-        copy.event = copy.event or Shared(end)
-        with suppress(InvalidStateError):
-            copy.submission.set_result(None)
-    return not copy.submission.cancelled()
 
 
 def _joined(copies: Iterable[CopyRecord]) -> list[GroupCopy]:
