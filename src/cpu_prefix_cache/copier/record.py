@@ -53,12 +53,11 @@ class CopyRecord:
 
     def take_up(self, end: Event) -> bool:
         """It goes in portions and begins, with this end, unless it has been cancelled. May be called again."""
-        if self.submission.cancelled():
-            return False
-        # first: a submission that is over, and no event, is a transfer that copies nothing
-        self.event = self.event or Shared(end)
-        with suppress(InvalidStateError):
-            self.submission.set_result(None)
+        if not self.submission.cancelled():
+            # first: a submission that is over, and no event, is a transfer that copies nothing
+            self.event = self.event or Shared(end)
+            with suppress(InvalidStateError):
+                self.submission.set_result(None)
         return not self.submission.cancelled()
 
 

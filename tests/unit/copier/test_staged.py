@@ -440,12 +440,10 @@ def test_nor_are_layers_that_lie_together_in_every_block():
 def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
-    host, expected = poisoned(6, 60), poisoned(6, 60)
-    shapes = shapes_of([layers], [2], 60)
-    copies = [GroupCopy(0, (3, 1), (0, 5))]
-    StagedCopier(shapes, [layers], host, ring_bytes=4096, direct_bytes=60).copy(Direction.STORE, copies)
-    ReferenceCopier(shapes, [layers], expected).copy(Direction.STORE, copies)
-    assert torch.equal(host, expected)
+    shapes, host = shapes_of([layers], [2], 60), poisoned(6, 60)
+    copier = StagedCopier(shapes, [layers], host, ring_bytes=4096, direct_bytes=60)
+    copier.copy(Direction.STORE, [GroupCopy(0, (3, 1), (0, 5))])
+    assert torch.equal(host[[3, 1]].flatten(), torch.cat([layer[[0, 5]].flatten() for layer in layers]))
 
 
 def test_several_parts_are_not_staged_when_all_are_large():
