@@ -16,9 +16,13 @@ Contract = frozenset[tuple[str, str]]
 ABSTRACT = "abstract "
 
 USED = {
+    "vllm/envs.py": [],
     "vllm/logger.py": [],
     "vllm/config/__init__.py": [],
     "vllm/config/cache.py": ["CacheConfig"],
+    "vllm/config/load.py": ["LoadConfig"],
+    "vllm/config/model.py": ["ModelConfig"],
+    "vllm/config/multimodal.py": ["MultiModalConfig"],
     "vllm/config/parallel.py": ["ParallelConfig"],
     "vllm/config/scheduler.py": ["SchedulerConfig"],
     "vllm/config/speculative.py": ["SpeculativeConfig"],
@@ -29,6 +33,7 @@ USED = {
     "vllm/distributed/kv_transfer/kv_connector/v1/base.py": ["KVConnectorBase_V1", "SupportsHMA"],
     "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py": ["KVConnectorStats", "KVConnectorPromMetrics"],
     "vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py": ["MultiConnector"],
+    "vllm/distributed/kv_transfer/kv_connector/v1/offloading_connector.py": ["OffloadingConnector"],
     "vllm/distributed/parallel_state.py": ["GroupCoordinator"],
     "vllm/platforms/__init__.py": [],
     "vllm/v1/core/block_pool.py": ["BlockPool", "BlockHashToBlockMap"],
