@@ -291,6 +291,22 @@ def test_weights_in_a_folder_are_known_by_their_files(tmp_path):
     assert len(set(seen)) == len(seen)
 
 
+def test_weights_that_are_not_those_of_the_files_need_a_revision(tmp_path, path):
+    (tmp_path / "model.pt").write_bytes(b"1")
+    of_files = {name: value for name, value in tier(path).items() if name != "revision"}
+
+    def loaded(format, said):
+        config = configure(tmp_path, said)
+        config.load_config.load_format = format
+        return identity(config)
+
+    for format in ("dummy", "tensorizer", "modelexpress", "of a plugin"):
+        with pytest.raises(ConfigurationError, match=f"load_format '{format}' .* give the tier a revision"):
+            loaded(format, of_files)
+        assert loaded(format, tier(path))
+    assert loaded("auto", of_files) == loaded("safetensors", of_files)
+
+
 def test_weights_of_a_hub_are_known_by_their_commit():
     commit = "0123456789abcdef" * 2 + "01234567"
     assert weights("org/model", commit=commit) == f"commit {commit}"

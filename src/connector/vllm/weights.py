@@ -5,6 +5,26 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from connector.tier.weights import weights_of
+from cpu_prefix_cache import ConfigurationError
+
+# Formats that are read from the files of the model's folder, or of its commit. Dummies are random, also where nothing
+# sets them, and others come from where their own options say.
+FORMATS = (
+    "auto",
+    "bitsandbytes",
+    "fastsafetensors",
+    "gguf",
+    "hf",
+    "instanttensor",
+    "ipc_cache",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "safetensors",
+    "sharded_state",
+)
 
 
 def weights_of_all(vllm_config: VllmConfig, place: str = "tier") -> str:
@@ -12,9 +32,22 @@ def weights_of_all(vllm_config: VllmConfig, place: str = "tier") -> str:
 
     Raises ConfigurationError.
     """
+    _check_formats(vllm_config, place)
     draft = drafter_of(vllm_config)
     of_models = [vllm_config.model_config] if draft is None else [vllm_config.model_config, draft]
     return ", ".join(weights_of(each.model, each.hf_config, each.revision, place) for each in of_models)
+
+
+def _check_formats(vllm_config: VllmConfig, place: str) -> None:
+    """Raises ConfigurationError where files do not tell which weights are loaded."""
+    speculative = vllm_config.speculative_config
+    loads = [vllm_config.load_config] if speculative is None else [vllm_config.load_config, speculative.draft_load_config]
+    for format in (str(load.load_format) for load in loads if load is not None):
+        if format not in FORMATS:
+            raise ConfigurationError(
+                f"with load_format {format!r} weights are not those of the model's files; give the {place} a revision, "
+                "and another one for each change of the weights, or leave it out"
+            )
 
 
 def drafter_of(vllm_config: VllmConfig) -> Any:
