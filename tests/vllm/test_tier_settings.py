@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from functools import partial
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from cpu_prefix_cache.slab import opening
 from cpu_prefix_cache.slab.generations import MARK
-from tests.vllm.engine import full, latent, one_group, vllm_config, window
+from tests.vllm.engine import drafting, full, latent, one_group, vllm_config, window
 from tests.vllm.test_ranks import BLOCKS, latent_caches, plain_caches
 
 HOST, SIZE = 1 << 20, 8 << 20
@@ -239,6 +240,20 @@ def set_adapted(config):
     config.lora_config = LoRAConfig(max_lora_rank=8, target_modules=["o_proj"])
 
 
+def set_model(**fields):
+    def change(config):
+        vars(config.model_config).update(fields)
+
+    return change
+
+
+def set_draft(dtype):
+    def change(config):
+        config.speculative_config = drafting("eagle", draft_model_config=config.model_config, kv_cache_dtype=dtype)
+
+    return change
+
+
 def test_options_that_no_key_has_are_in_the_namespace(tmp_path, path):
     """vLLM hashes an image, and not what the server's options make of it."""
     scales = tmp_path / "scales.json"
@@ -254,10 +269,32 @@ def test_options_that_no_key_has_are_in_the_namespace(tmp_path, path):
         set_media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)),
         set_quantization,
         set_adapted,
+        set_model(model_impl="transformers"),
+        set_model(model_class_overrides={"LlamaForCausalLM": "mine:Llama"}),
+        set_draft(None),
+        set_draft("fp8_e5m2"),
     ]
     folders = [changed(tmp_path, path, change).folder for change in changes]
     assert len(set(folders)) == len(folders)
     assert folders == [changed(tmp_path, path, change).folder for change in changes]
+
+
+@pytest.mark.parametrize("name", ["VLLM_VIDEO_LOADER_BACKEND", "VLLM_MARLIN_INPUT_DTYPE"])
+def test_variables_that_no_key_has_are_in_the_namespace(tmp_path, path, monkeypatch, name):
+    folders = [changed(tmp_path, path).folder]
+    for value in ("one", "other"):
+        monkeypatch.setenv(name, value)
+        folders.append(changed(tmp_path, path).folder)
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("change", [set_media(), set_model(model_impl="transformers")])
+def test_code_of_transformers_is_in_the_namespace_of_a_model_that_computes_with_it(tmp_path, path, monkeypatch, change):
+    """Its processors make pixels of an image, of which vLLM hashes the file."""
+    before = changed(tmp_path, path, change), changed(tmp_path, path)
+    monkeypatch.setattr(metadata, "version", lambda package: f"another {package}")
+    assert changed(tmp_path, path, change).folder != before[0].folder
+    assert changed(tmp_path, path) == before[1]
 
 
 def test_folders_are_found_as_before_where_none_of_these_options_is_set(tmp_path, path):
@@ -266,7 +303,9 @@ def test_folders_are_found_as_before_where_none_of_these_options_is_set(tmp_path
 
     before = changed(tmp_path, path)
     assert not {name for name in before.spelled if "media" in name or "video" in name or "modules" in name}
-    assert changed(tmp_path, path, set_media()) == changed(tmp_path, path, set_adapters) == before
+    assert changed(tmp_path, path, set_adapters) == before
+    code = {"transformers": metadata.version("transformers")}
+    assert changed(tmp_path, path, set_media()).spelled == before.spelled | code
 
 
 def weights(model, revision=None, commit=None):

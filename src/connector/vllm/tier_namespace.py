@@ -6,7 +6,9 @@
 The first is known to the scheduler, too, and names the folder (`connector/tier/namespace.py`).
 """
 
+import os
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 import vllm
@@ -22,6 +24,12 @@ from cpu_prefix_cache.tier import Namespace, Value
 
 LENGTH_COUNTS = ("longrope", "llama4")  # in the configuration of a model whose K differ with --max-model-len
 AUTO = -1  # the length is made to fit the memory, after the model is built with its own
+VARIABLES = (  # of the environment
+    "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+)
 
 
 def engine_namespace(
@@ -47,6 +55,7 @@ def engine_namespace(
         **_context_parallel(parallel),
         **_length(said, model),
         **_given(vllm_config),
+        **_code(model),
     }
     return said.namespace(planner, dtype=str(cache.cache_dtype), ranks=owners, extra=extra)
 
@@ -77,11 +86,15 @@ def _length(said: FileTier | SharedTier | NodePool, model: ModelConfig) -> dict[
 
 def _given(vllm_config: VllmConfig) -> dict[str, Value]:
     """Options that decide bytes and are in no key, as far as they are given, so that folders from before are found."""
-    model, adapters = vllm_config.model_config, vllm_config.lora_config
+    model, adapters, speculative = vllm_config.model_config, vllm_config.lora_config, vllm_config.speculative_config
     media = model.multimodal_config
     given: dict[str, object] = {
         "quantization of layers": model.quantization_config,
         "adapted modules": None if adapters is None else adapters.target_modules,
+        "model implementation": None if model.model_impl == "auto" else model.model_impl,
+        "model classes": model.model_class_overrides,
+        "drafter dtype": None if speculative is None else speculative.kv_cache_dtype,
+        **{name: os.environ.get(name) for name in VARIABLES},
     }
     if media is not None:
         pruning = (media.video_pruning_method, media.video_pruning_rate) if media.video_pruning_rate else None
@@ -93,6 +106,12 @@ def _given(vllm_config: VllmConfig) -> dict[str, Value]:
             "media encoder scales": media.mm_encoder_fp8_scale_path,
         }
     return {name: digest([str(value)]) for name, value in given.items() if value}
+
+
+def _code(model: ModelConfig) -> dict[str, Value]:
+    """The release of transformers where its code computes: of processors, which make pixels of images, or of models."""
+    is_used = model.multimodal_config is not None or model.model_impl == "transformers"
+    return {"transformers": metadata.version("transformers")} if is_used or model.using_transformers_backend() else {}
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:

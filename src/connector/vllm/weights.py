@@ -41,8 +41,8 @@ def weights_of_all(vllm_config: VllmConfig, place: str = "tier") -> str:
 def _check_formats(vllm_config: VllmConfig, place: str) -> None:
     """Raises ConfigurationError where files do not tell which weights are loaded."""
     speculative = vllm_config.speculative_config
-    loads = [vllm_config.load_config] if speculative is None else [vllm_config.load_config, speculative.draft_load_config]
-    for format in (str(load.load_format) for load in loads if load is not None):
+    drafts = None if speculative is None else speculative.draft_load_config
+    for format in (str(load.load_format) for load in (vllm_config.load_config, drafts) if load is not None):
         if format not in FORMATS:
             raise ConfigurationError(
                 f"with load_format {format!r} weights are not those of the model's files; give the {place} a revision, "
