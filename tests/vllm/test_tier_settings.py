@@ -11,6 +11,9 @@ import pytest
 import torch
 from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.tier.weights import weights_of
@@ -19,6 +22,7 @@ from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.rank_tier import Onlooker
 from connector.vllm.settings import Settings
 from connector.vllm.tensors import order_of
+from connector.vllm.tier_namespace import row_order
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError, FileTier
 from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
@@ -369,6 +373,41 @@ def test_an_order_is_named_whatever_the_number_of_blocks():
     assert order_of(torch.zeros(2, 8), 2) == "float32 0: 1x8"  # two blocks of one row each, and no K and V
     assert order_of(torch.zeros(2, 16, 4, 3), 8) == "float32 1: 0x2 1x2 2x4 3x3"  # two kernel blocks to a block
     assert order_of([torch.zeros(8, 3), torch.zeros(8, 5, dtype=torch.float16)], 8) == "float32 0: 1x3, float16 0: 1x5"
+
+
+class Layer(AttentionLayerBase):
+    """Attention as vLLM has it on a CPU with these instructions."""
+
+    def __init__(self, instructions):
+        self.isa = instructions
+
+    def get_attn_backend(self):
+        return AttentionBackend
+
+    def get_kv_cache_spec(self, vllm_config):
+        raise NotImplementedError
+
+
+def rows_of(instructions="vec"):
+    return row_order(one_group(BLOCKS), {"layer.0": "uint8 0: 1x8"}, {"layer.0": Layer(instructions)})
+
+
+def test_an_order_names_the_instructions_that_a_cpu_packs_its_kv_for():
+    """vLLM lays K and V out otherwise where there is AMX, in tensors of the same shape."""
+    assert "AttentionBackend vec uint8" in rows_of("vec")
+    assert rows_of("vec") == rows_of("vec") != rows_of("amx")
+
+
+def test_an_order_names_the_forms_of_some_devices(monkeypatch):
+    """A byte of fp8 is half as much on some of AMD's as on others, and there KV may be shuffled."""
+    orders = [rows_of()]
+    monkeypatch.setattr(CpuPlatform, "is_fp8_fnuz", classmethod(lambda cls: True))
+    orders.append(rows_of())
+    monkeypatch.setattr(CpuPlatform, "is_rocm", lambda platform: True)
+    orders.append(rows_of())
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    orders.append(rows_of())
+    assert orders[0] != orders[1] == orders[2] != orders[3] != orders[0]
 
 
 # Ranks

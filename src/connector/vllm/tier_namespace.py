@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 import vllm
+from vllm import envs, platforms
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -118,7 +119,7 @@ def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers:
     """How rows lie in the host blocks of a rank. `orders` are the rows of each layer's KV here, `layers` vLLM's."""
     lines = list(_lines(kv_cache_config, orders, layers))
     distinct = sorted({line.partition(" ")[2] for line in lines})
-    return f"{'; '.join(distinct)}; {len(lines)} layers {digest(lines)[:16]}"
+    return "; ".join((*_forms(), *distinct, f"{len(lines)} layers {digest(lines)[:16]}"))
 
 
 def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> Iterator[str]:
@@ -128,11 +129,25 @@ def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Ma
                 yield f"{at}.{name} {_backend_of(layers.get(name))} {orders[name]}"
 
 
+def _forms() -> Iterator[str]:
+    """Forms in which a rank writes KV, and which neither its type nor its shape shows."""
+    platform = platforms.current_platform
+    if platform.is_fp8_fnuz():  # half of what the same byte is on other devices
+        yield "e4m3fnuz"
+    if platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:
+        yield "shuffled"
+
+
 def _backend_of(layer: Any) -> str:
-    """The name of the backend that reads and writes a layer's KV. Empty where vLLM has no such layer."""
+    """The name of the backend that reads and writes a layer's KV, and the instructions that it packs it for, as only
+    that of CPUs does. Empty where vLLM has no such layer.
+    """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # workers have it already
 
-    return str(layer.get_attn_backend().__name__) if isinstance(layer, AttentionLayerBase) else ""
+    if not isinstance(layer, AttentionLayerBase):
+        return ""
+    name, instructions = str(layer.get_attn_backend().__name__), vars(layer).get("isa")
+    return name if instructions is None else f"{name} {instructions}"
 
 
 def _drafter(vllm_config: VllmConfig) -> str:
