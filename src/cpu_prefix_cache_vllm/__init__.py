@@ -3,9 +3,9 @@
     register()                      called by vLLM in each of its processes, whether a connector is used or not
     CPUPrefixCacheConnector         imported from `connector.vllm` when vLLM needs it
     CPUPrefixCacheMultiConnector    imported from `connector.vllm.multi`
+    CPUPrefixCacheOffloadingConnector, and PrefixCacheTier for it: imported from `connector.vllm_tiers`
     AdaptivePolicy and others       imported from `connector.vllm_offloading`, for vLLM's own OffloadingConnector, which
                                     is given the name of this module
-    PrefixCacheTier                 the same, from `connector.vllm_tiers`
 
 Another module named `connector` that comes first in sys.path, as one in the folder from which `python -m` was started,
 hides the package. This one has a name that nobody else uses, so it can be found, and name the package in the way.
@@ -22,6 +22,7 @@ from cpu_prefix_cache import ConfigurationError
 CONNECTORS = {
     "CPUPrefixCacheConnector": "connector.vllm",
     "CPUPrefixCacheMultiConnector": "connector.vllm.multi",
+    "CPUPrefixCacheOffloadingConnector": "connector.vllm_tiers",
 }
 POLICIES = dict.fromkeys(("AdaptivePolicy", "ArcPolicy", "LruPolicy"), "connector.vllm_offloading")
 MODULES = {**CONNECTORS, **POLICIES, "PrefixCacheTier": "connector.vllm_tiers"}

@@ -170,7 +170,7 @@ def connectors_imported(name):
         ("atom", {"common", "tier"}),
         ("vllm", {"common", "multi", "tier"}),
         ("vllm_offloading", set()),
-        ("vllm_tiers", {"tier"}),
+        ("vllm_tiers", {"tier", "vllm"}),
     ],
 )
 def test_connectors_import_common_parts_and_none_the_other(name, may_import):

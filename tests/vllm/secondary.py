@@ -8,9 +8,15 @@ import hashlib
 import itertools
 import os
 import time
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -20,6 +26,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from tests.vllm.engine import vllm_config
 
 ROW = 8192
 CHUNKS = 8
@@ -78,6 +86,24 @@ def config(
     )
 
 
+@cache
+def some_engine() -> VllmConfig:
+    with TemporaryDirectory() as folder:
+        return vllm_config(Path(folder))
+
+
+def engine(*, model: str = "model", dtype: str = "float32", number: int = 0, **_: Any) -> VllmConfig:
+    """The same engine to what vLLM makes for it."""
+    made = deepcopy(some_engine())
+    made.model_config.model, made.cache_config.cache_dtype = model, dtype
+    made.parallel_config.data_parallel_index = number
+    return made
+
+
+def as_it_is(_: VllmConfig) -> None:
+    """No change of an engine."""
+
+
 def key(letter: str) -> OffloadKey:
     return make_offload_key(hashlib.sha256(letter.encode()).digest(), 0)
 
@@ -91,9 +117,18 @@ def content(letter: str, weights: str) -> np.ndarray:
 class Server:
     """`tier` is its secondary tier. `weights` are those that it computes with."""
 
-    def __init__(self, tier: dict[str, Any], weights: str = "1", **described: Any) -> None:
+    def __init__(
+        self,
+        tier: dict[str, Any],
+        weights: str = "1",
+        change: Callable[[VllmConfig], None] = as_it_is,
+        **described: Any,
+    ) -> None:
         self.weights = weights
-        self.manager = OffloadingSpecFactory.create_spec(config(tier, **described)).get_manager()
+        changed = engine(**described)
+        change(changed)
+        with set_current_vllm_config(changed):  # as our connector does
+            self.manager = OffloadingSpecFactory.create_spec(config(tier, **described)).get_manager()
         (self.tier,) = self.manager.secondary_tiers
         self.rows = np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), dtype=np.int8).reshape(-1, ROW)
         self._requests = itertools.count()

@@ -1,4 +1,4 @@
-"""A real engine with vLLM's OffloadingConnector, and a tier of ours below its host memory."""
+"""A real engine with vLLM's OffloadingConnector as we derive from it, and a tier of ours below its host memory."""
 
 import shutil
 from contextlib import contextmanager
@@ -10,8 +10,9 @@ from connector.vllm_tiers import PrefixCacheTier
 from tests.vllm.cpu_worker import copies_on_the_cpu
 from tests.vllm.real_cache import PROMPTS, expected_of, folder_of
 from tests.vllm.real_engine import SHOWN, TOLERANCE, RealEngine, differences
-from tests.vllm.secondary import ours
+from tests.vllm.secondary import MODULE, ours
 
+CONNECTOR = "CPUPrefixCacheOffloadingConnector"
 WANTED = PROMPTS[:2]
 
 
@@ -24,7 +25,7 @@ def engine_on(files, model):
     }
     with (
         copies_on_the_cpu(),
-        RealEngine(model, blocks=200, connector="OffloadingConnector", module=None, extra=extra) as engine,
+        RealEngine(model, blocks=200, connector=CONNECTOR, module=MODULE, extra=extra) as engine,
     ):
         yield engine
 

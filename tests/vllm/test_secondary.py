@@ -1,15 +1,18 @@
 """A tier of ours below the host memory of vLLM's tiering manager, which is vLLM's own, with its shared region."""
 
-import json
 import logging
 import threading
 import time
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics, TransferJob
 
 from connector.vllm_tiers import tier
@@ -17,8 +20,9 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.slab.slab import Slab
 from cpu_prefix_cache.stores import frame, opening
 from cpu_prefix_cache.tiers.keyed_questions import ABSENT_SECONDS
+from tests.vllm.engine import drafting
 from tests.vllm.memory_by_url import STORES
-from tests.vllm.secondary import CHUNKS, OURS, ROW, TIER_BYTES, Server, key, ours, shared
+from tests.vllm.secondary import CHUNKS, OURS, ROW, TIER_BYTES, Server, config, key, ours, shared
 
 
 @pytest.fixture
@@ -175,19 +179,77 @@ def test_replicas_of_one_configuration_have_folders_of_their_own(tmp_path):
         assert (one.ask("abcd"), other.ask("abcd")) == ("ab..", "..cd")
 
 
-def test_another_configuration_of_the_same_weights_is_another_model(tmp_path):
-    """As with a rope scaling that is added to it: other positions, other KV."""
-    (tmp_path / "model.safetensors").write_bytes(bytes(9000))
-    found = set()
-    for scaling in ({}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}):
-        (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 1e4, **scaling}))
-        found.add(tier._weights(str(tmp_path)))
-    assert len(found) == 2
+def set_scaling(engine):
+    engine.model_config.hf_config.rope_parameters = {"rope_type": "yarn", "factor": 4.0}
 
 
-def test_keys_of_another_hash_are_refused(server):
+def set_length(engine):
+    engine.model_config.hf_config.rope_parameters = {"rope_type": "longrope"}
+    engine.model_config.max_model_len *= 2
+
+
+def set_pixels(engine):
+    engine.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs={"max_pixels": 100352})
+
+
+def set_ranks(engine):
+    engine.parallel_config.decode_context_parallel_size = 2
+
+
+def set_drafter(engine):
+    engine.speculative_config = drafting("eagle", draft_model_config=deepcopy(engine.model_config))
+
+
+CHANGES = {
+    "scaling": set_scaling,
+    "length": set_length,
+    "pixels": set_pixels,
+    "context parallel": set_ranks,
+    "drafter": set_drafter,
+    "dtype": lambda engine: setattr(engine.model_config, "dtype", torch.bfloat16),
+    "quantization": lambda engine: setattr(engine.model_config, "quantization", "fp8"),
+    "backend": lambda engine: setattr(engine.attention_config, "backend", "FLASH_ATTN"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_engine_that_computes_other_kv_finds_nothing(tmp_path, change):
+    """Also with one revision, which names the weights and nothing else."""
+    with closing(Server(ours(tmp_path))) as server:
+        server.compute("ab")
+    with closing(Server(ours(tmp_path), weights="2", change=change)) as other:
+        assert other.ask("ab") == ".."
+
+
+def test_control_an_engine_like_it_finds_what_it_computed(tmp_path):
+    for served in ("..", "ab"):
+        with closing(Server(ours(tmp_path), change=set_scaling)) as server:
+            assert server.ask("ab") == served
+            server.compute("ab")
+
+
+def test_keys_of_another_hash_are_refused(tmp_path):
+    def set_hash(engine):
+        engine.cache_config.prefix_caching_hash_algo = "xxhash"
+
     with pytest.raises(ConfigurationError, match="--prefix-caching-hash-algo sha256"):
-        server.tier.lookup(make_offload_key(bytes(16), 0), ReqContext("short"))
+        Server(ours(tmp_path), change=set_hash)
+
+
+def test_adapters_need_a_revision(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"1")
+
+    def set_adapters(engine):
+        engine.lora_config = LoRAConfig(max_lora_rank=8)
+
+    with pytest.raises(ConfigurationError, match=r"with LoRA .* give the tier a revision"):
+        Server(ours(tmp_path / "tier", revision=None), model=str(tmp_path), change=set_adapters)
+
+
+def test_a_tier_below_vllm_s_own_connector_is_refused(tmp_path):
+    """Nothing in it names what the bytes depend on."""
+    with pytest.raises(ConfigurationError, match="take the kv_connector CPUPrefixCacheOffloadingConnector in place"):
+        OffloadingSpecFactory.create_spec(config(ours(tmp_path))).get_manager()
 
 
 def test_one_hash_in_two_groups_is_two_chunks(server):

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import connector.vllm_tiers
-from connector.vllm_tiers import PrefixCacheTier
+from connector.vllm_tiers import CPUPrefixCacheOffloadingConnector, PrefixCacheTier
 from tests.vllm.contract import abstract, imported_from_vllm, methods, names
 from tests.vllm.releases import recorded
 
@@ -21,7 +21,7 @@ READ = {  # of vLLM's objects, what ours reads
         "worker_kv_bytes_per_block",
     },
     "OffloadingGroupConfig": {"group_id", "layer_names", "tokens_per_block"},
-    "OffloadingParallelConfig": {"data_parallel_index", "dcp_size", "pcp_size", "pp_size", "tp_size", "world_size"},
+    "OffloadingParallelConfig": {"world_size"},
     "TransferJob": {"chunk_ids", "is_promotion", "job_id", "keys"},
     "JobResult": {"job_id", "success", "successful_keys"},
 }
@@ -40,6 +40,12 @@ def test_every_method_of_ours_takes_the_arguments_that_the_release_gives(number)
     assert ours
     for name, method in ours.items():
         assert [*inspect.signature(method).parameters] == given[name], name
+
+
+@each_release
+def test_the_connector_takes_what_a_connector_is_given(number):
+    given = methods(RELEASES[number], "OffloadingConnector")["__init__"]
+    assert [*inspect.signature(CPUPrefixCacheOffloadingConnector.__init__).parameters] == given
 
 
 @each_release

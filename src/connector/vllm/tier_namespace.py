@@ -41,8 +41,14 @@ def engine_namespace(
     owners: int,
 ) -> Namespace:
     """Namespace of an engine of which `owners` ranks have bytes of their own. Keys are of hashes of so many tokens."""
-    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
-    extra: dict[str, Value] = {
+    extra = engine_fields(vllm_config, hash_tokens, has_length=isinstance(said, NodePool))
+    return said.namespace(planner, dtype=str(vllm_config.cache_config.cache_dtype), ranks=owners, extra=extra)
+
+
+def engine_fields(vllm_config: VllmConfig, hash_tokens: int, *, has_length: bool = False) -> dict[str, Value]:
+    """Fields that decide the bytes or the keys of an engine of vLLM's, beside dtype, geometry and the order of rows."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return {
         "engine": f"vllm {vllm.__version__}",
         "platform": str(vllm_config.device_config.device_type),
         "configured backend": str(vllm_config.attention_config.backend),
@@ -54,11 +60,10 @@ def engine_namespace(
         "pipeline parallel ranks": parallel.pipeline_parallel_size,
         "hash tokens": hash_tokens,
         **_context_parallel(parallel),
-        **_length(said, model),
+        **_length(model, has_length),
         **_given(vllm_config),
         **_code(model),
     }
-    return said.namespace(planner, dtype=str(cache.cache_dtype), ranks=owners, extra=extra)
 
 
 def _context_parallel(parallel: ParallelConfig) -> dict[str, Value]:
@@ -76,11 +81,11 @@ def _context_parallel(parallel: ParallelConfig) -> dict[str, Value]:
     }
 
 
-def _length(said: FileTier | SharedTier | NodePool, model: ModelConfig) -> dict[str, Value]:
+def _length(model: ModelConfig, always: bool) -> dict[str, Value]:
     """The length for which vLLM builds the model. Nothing in a tier of a model to which it is the same, so that folders
     from before are found.
     """
-    if isinstance(said, NodePool) or any(word in str(model.hf_config.to_dict()) for word in LENGTH_COUNTS):
+    if always or any(word in str(model.hf_config.to_dict()) for word in LENGTH_COUNTS):
         return {"model length": AUTO if model.original_max_model_len == AUTO else model.max_model_len}
     return {}
 
@@ -119,7 +124,7 @@ def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers:
     """How rows lie in the host blocks of a rank. `orders` are the rows of each layer's KV here, `layers` vLLM's."""
     lines = list(_lines(kv_cache_config, orders, layers))
     distinct = sorted({line.partition(" ")[2] for line in lines})
-    return "; ".join((*_forms(), *distinct, f"{len(lines)} layers {digest(lines)[:16]}"))
+    return "; ".join((*forms(), *distinct, f"{len(lines)} layers {digest(lines)[:16]}"))
 
 
 def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> Iterator[str]:
@@ -129,8 +134,8 @@ def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Ma
                 yield f"{at}.{name} {_backend_of(layers.get(name))} {orders[name]}"
 
 
-def _forms() -> Iterator[str]:
-    """Forms in which a rank writes KV, and which neither its type nor its shape shows."""
+def forms() -> Iterator[str]:
+    """Forms in which vLLM writes KV on this platform, and which neither its type nor its shape shows."""
     platform = platforms.current_platform
     if platform.is_fp8_fnuz():  # half of what the same byte is on other devices
         yield "e4m3fnuz"

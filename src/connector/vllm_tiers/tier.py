@@ -2,6 +2,8 @@
 
     {"type": "PrefixCacheTier", "module_path": "cpu_prefix_cache_vllm", "tier": "file:/nvme/kv:1TiB"}
 
+of CPUPrefixCacheOffloadingConnector (`connector.py`), which lets it know the engine.
+
 vLLM's manager has all of its host memory in one view, a row for each chunk, and calls in the scheduler's process:
 
     lookup              may a chunk be loaded? One key at a time, without those before it
@@ -16,13 +18,12 @@ thread of its own writes and reads its files. vLLM does not notify a tier of new
 until a load has ended, so one whose files hang ends without them.
 """
 
-import json
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -34,19 +35,17 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from connector.tier.namespace import digest
 from connector.tier.options import TierOption
 from connector.tier.revision import new_revision
+from connector.vllm.tier_options import tier_of
 from connector.vllm_tiers.namespace import row_namespace
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 from cpu_prefix_cache.copying import OpeningTier
 from cpu_prefix_cache.deciding import BlockName, JobEnded, KeyedTier, Piece, StateGroup
-from cpu_prefix_cache.tier import CRYPTOGRAPHIC, RankPart, weights_in
+from cpu_prefix_cache.tier import RankPart
 
-DIGEST_BYTES = 32  # of the digests that CRYPTOGRAPHIC names
 START_SECONDS = 5.0  # the start takes in so long what the files hold; the rest comes step by step
 PAUSE_SECONDS = 0.002
 STALL_SECONDS = 10.0  # in which no slice of a load has been read: loads are given up (slab/tier_copier.py)
@@ -73,10 +72,10 @@ class PrefixCacheTier(SecondaryTierManager):
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}  # since 0.31
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         _check_options(tier, reset, unknown)
-        config = offloading_spec.config
+        config, engine = offloading_spec.config, _engine()
         option = TierOption.of(tier)
         self._revision_file = option.revision_file
-        below = _tier_of(option, config)
+        below = _tier_of(option, engine)
         self._resets = reset == WITH_CONNECTOR
         self._view = primary_kv_view.cast("B")  # of its own, which ends with the tier
         region = torch.frombuffer(self._view, dtype=torch.uint8).view(len(primary_kv_view), -1)
@@ -86,7 +85,7 @@ class PrefixCacheTier(SecondaryTierManager):
         groups = 1 + max((group.group_id for group in config.groups), default=0)
         self._tier = KeyedTier(slots, host_blocks=blocks, block_bytes=self._row_bytes, ask_seconds=ask_seconds)
         self._rank: OpeningTier | None = below.opening(
-            row_namespace(below, config, self._row_bytes),
+            row_namespace(below, engine, config, self._row_bytes),
             region,
             [_piece(number, self._row_bytes) for number in range(groups)],
             RankPart(slots, stall_seconds=STALL_SECONDS),
@@ -174,28 +173,25 @@ def _check_options(tier: Any, reset: str, unknown: dict[str, Any]) -> None:
         raise ConfigurationError(f"reset of a PrefixCacheTier is {WITH_CONNECTOR} or {NEVER}, got {reset!r}")
 
 
-def _tier_of(option: TierOption, config: OffloadingConfig) -> FileTier | SharedTier:
+def _engine() -> VllmConfig:
+    """The configuration of the engine that is being made. Raises ConfigurationError where vLLM does not say."""
+    engine = get_current_vllm_config_or_none()
+    if engine is None:
+        raise ConfigurationError(
+            "a PrefixCacheTier must know what KV depends on, and vLLM's connector does not say; take the kv_connector "
+            "CPUPrefixCacheOffloadingConnector in place of OffloadingConnector, with the same options"
+        )
+    return engine
+
+
+def _tier_of(option: TierOption, engine: VllmConfig) -> FileTier | SharedTier:
     """The tier that the option describes, for this engine. Raises ConfigurationError."""
     if option.tier.offload == "lazy" or option.tier.policy != "lru":
         raise ConfigurationError(
             "vLLM stores every chunk at once and asks for single ones, so this tier is eager, and its policy is lru: "
             "leave offload and policy out"
         )
-    name = config.model.name
-    number = config.parallel.data_parallel_index
-    return option.of_engine(number, model=name, weights=lambda: _weights(name), hash=CRYPTOGRAPHIC[0])
-
-
-def _weights(model: str) -> str:
-    files = weights_in(Path(model))
-    if files is None:
-        raise ConfigurationError(
-            f"vLLM does not tell a tier which weights {model!r} has, and no weight files are there; give the tier a "
-            'revision ({"kind": "file", "path": ..., "bytes": ..., "revision": ...}), and another one whenever the '
-            "weights change"
-        )
-    described = Path(model) / "config.json"  # of the same weights another rope scaling makes other KV
-    return f"{files}, configuration {digest(json.loads(described.read_text()))}" if described.is_file() else files
+    return tier_of(option, engine)
 
 
 def _piece(number: int, num_bytes: int) -> Piece:
@@ -204,10 +200,4 @@ def _piece(number: int, num_bytes: int) -> Piece:
 
 
 def _name(key: OffloadKey) -> BlockName:
-    hash = get_offload_block_hash(key)
-    if len(hash) != DIGEST_BYTES:
-        raise ConfigurationError(
-            f"a tier needs cryptographic keys, and vLLM's have {len(hash)} bytes; start it with "
-            f"--prefix-caching-hash-algo {CRYPTOGRAPHIC[0]}"
-        )
-    return BlockName(hash, get_offload_group_idx(key))
+    return BlockName(get_offload_block_hash(key), get_offload_group_idx(key))
