@@ -73,6 +73,25 @@ def test_model_and_revision_of_a_tier_are_options(tmp_path):
     assert answered(model(seed=0), tmp_path, model="mine", revision="1")[0] > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"revision": "1"}], ids=["weights", "revision"])
+def test_another_release_of_transformers_finds_nothing(tmp_path, monkeypatch, options):
+    """Its code may compute other KV of the same weights."""
+    answered(model(), tmp_path, keep_others=True, **options)
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("connector.transformers.identity.transformers.__version__", "another")
+        assert answered(model(), tmp_path, keep_others=True, **options)[0] == 0
+    assert answered(model(), tmp_path, keep_others=True, **options)[0] > 0
+
+
+def test_a_revision_that_is_given_does_not_cover_another_configuration(tmp_path):
+    """A rotary scaling that `from_pretrained` was given is in no file of the weights."""
+    scaled = model()
+    scaled.config.rope_parameters = {**scaled.config.rope_parameters, "rope_theta": 7.0}
+    answered(model(), tmp_path, keep_others=True, revision="1")
+    assert answered(scaled, tmp_path, keep_others=True, revision="1")[0] == 0
+    assert answered(model(), tmp_path, keep_others=True, revision="1")[0] > 0
+
+
 def test_caches_whose_weights_have_changed_alike_share_again():
     """Nobody resets them."""
     store, hits = MemoryStore(), []

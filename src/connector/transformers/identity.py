@@ -2,7 +2,8 @@
 
 The revision is a digest of the configuration, of every parameter and buffer (name, dtype, shape, all bytes), and of the
 fields of PEFT's layers for adapters. No sample would do: training may change a few rows alone. A path says nothing: a
-checkpoint that has moved finds its own.
+checkpoint that has moved finds its own. With each revision, also one that is given, go the configuration and the
+release of transformers, whose code computes.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+import transformers
 import xxhash
 from transformers import PreTrainedModel
 
@@ -34,9 +36,19 @@ def weights_revision(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:32]
 
 
-def _parts(model: PreTrainedModel) -> Iterable[bytes]:
+def with_code(revision: str, model: PreTrainedModel) -> str:
+    """The revision, and what else decides what the model computes from its weights."""
+    configuration = hashlib.sha256(_configuration(model)).hexdigest()[:32]
+    return f"{revision}, transformers {transformers.__version__}, configuration {configuration}"
+
+
+def _configuration(model: PreTrainedModel) -> bytes:
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OF_THE_MODEL}
-    yield repr(sorted(config.items())).encode()
+    return repr(sorted(config.items())).encode()
+
+
+def _parts(model: PreTrainedModel) -> Iterable[bytes]:
+    yield _configuration(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
         yield _digest(tensor)
@@ -53,9 +65,11 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
-    """The tier of this model, unless its identity is given."""
+    """The tier of this model, with the names that are given for it and for its weights."""
     tier = below if below.model or below.weights else replace(below, model=model_name(model))
-    return tier if tier.revision or tier.weights else replace(tier, revision=weights_revision(model))
+    tier = tier if tier.revision or tier.weights else replace(tier, revision=weights_revision(model))
+    name, revision = tier.identity
+    return replace(tier, model=name, revision=with_code(revision, model), weights=None)
 
 
 def longest(model: PreTrainedModel, given: int | None) -> int:
@@ -85,7 +99,7 @@ class Revisions:
         """
         if not self._is_shared:
             return None
-        revision = weights_revision(self._model)
+        revision = with_code(weights_revision(self._model), self._model)
         if revision in self._named:
             return None
         self._named.add(revision)
