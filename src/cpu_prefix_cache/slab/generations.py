@@ -5,7 +5,11 @@ again. Both only grow. The floor holds at once in this process. It is on disk, a
 range is written.
 
 After a reset the weights may be others, while the folder has the name of those that the process began with. So a reset
-leaves a mark, and the next start serves nothing of before: what was written before the reset, nor after it.
+leaves a mark, and the next start serves nothing of before: what was written before the reset, nor after it. The mark is
+with the numbers, or a copy of the folder might have these without it; and a file of its own, which older releases read.
+
+Records of a later range than `last` are not of the moment of these numbers, as in a folder that was copied while it was
+used: then nothing from before is served, either.
 """
 
 import json
@@ -27,6 +31,7 @@ class Kept(NamedTuple):
 
     floor: int = 0
     last: int = 0
+    was_reset: bool = False
 
 
 class Generations:
@@ -38,16 +43,23 @@ class Generations:
     def __init__(self, folder: int, kept: Kept) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self.first = begin_of(kept.last + 1)
-        self.was_reset = MARK in os.listdir(folder)
+        is_marked = MARK in os.listdir(folder)
+        self.was_reset = is_marked or kept.was_reset
+        self._is_marked = False
         self.floor = self.first if self.was_reset else kept.floor
         self._write(self.floor, kept.last + 1)
-        if self.was_reset:
+        if is_marked:
             remove_durably(folder, MARK)
 
     @property
     def is_floor_kept(self) -> bool:
         """Whether the floor is on disk."""
         return self._kept == self.floor
+
+    def begin_after(self, generation: int) -> None:
+        """Serve nothing from before: a record has this generation, of a later range than those kept."""
+        self.first = self.floor = begin_of(range_of(generation) + 1)
+        self._write(self.floor, range_of(self.first))
 
     def advance(self, floor: int) -> None:
         """Serve nothing below `floor` any more. In memory alone, and without the lock: another thread may have it, and
@@ -60,11 +72,13 @@ class Generations:
             floor, last = self.floor, max(self._last, range_of(max(self.floor, generation)))
             if floor > self._kept:
                 write_durably(self._folder, MARK, b"")
+                self._is_marked = True
             if floor > self._kept or last > self._last:
                 self._write(floor, last)
 
     def _write(self, floor: int, last: int) -> None:
-        write_durably(self._folder, NAME, json.dumps({"floor": floor, "last": last}).encode())
+        content = {"floor": floor, "last": last, "was_reset": self._is_marked}
+        write_durably(self._folder, NAME, json.dumps(content).encode())
         self._kept, self._last = floor, last
 
 
@@ -72,8 +86,8 @@ def read_generations(folder: int, where: Path) -> Kept | None:
     """None: it is not known which records may be served, so none may."""
     try:
         content = json.loads(read_small(folder, NAME, where) or b"")
-        kept = Kept(content["floor"], content["last"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        kept = Kept(content["floor"], content["last"], content.get("was_reset", False) is not False)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    is_whole = all(type(number) is int and number >= 0 for number in kept)
+    is_whole = all(type(number) is int and number >= 0 for number in (kept.floor, kept.last))
     return kept if is_whole and kept.floor < MOST and begin_of(kept.last + 2) < MOST else None

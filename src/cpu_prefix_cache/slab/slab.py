@@ -53,11 +53,12 @@ class Slab:
         self._at_once = max(1, min(CALL_SLOTS, CALL_BYTES // self.slot_bytes))  # slots of a call to the system
         self._seed = folder.seed
         self._generations = self._folder.generations
-        self.next_generation = self._generations.first
         self._unkept = 0  # the last floor of which the log says that it could not be kept
         self.is_direct = False
         try:
             self.records = RecordFile(folder.records, folder.slots)
+            self._check_moment(folder.generations.first)
+            self.next_generation = folder.generations.first
             self._begin_direct()
         except BaseException:
             folder.close()  # or the lock lives as long as the error does, and keeps the next attempt out
@@ -173,6 +174,23 @@ class Slab:
                 self.keep()
         self.records.close()
         self._folder.close()
+
+    def _check_moment(self, first: int) -> None:
+        """Serve nothing from before where a record is of `first` or later, of which none was written yet: the files are
+        not of one moment, and it is not known what a reset has left behind.
+        """
+        numbers = memoryview(self.records.memory).cast("Q")[records.GENERATION_AT // 8 :: records.SIZE // 8]
+        if max(numbers) < first:
+            return
+        later = [slot for slot, number in enumerate(numbers.tolist()) if number >= first]
+        seen = [record.label.generation for record in map(self.record, later) if record is not None]
+        if seen:
+            self._generations.begin_after(max(seen))
+            logger.warning(
+                "%s begins anew: its records are later than what says which may be served, as in a folder that was "
+                "copied while it was used",
+                self._folder.path,
+            )
 
     def _begin_direct(self) -> None:
         if self.slot_bytes % ALIGNMENT:
