@@ -236,6 +236,16 @@ def test_keys_of_another_hash_are_refused(tmp_path):
         Server(ours(tmp_path), change=set_hash)
 
 
+def test_keys_of_an_engine_without_prefix_caching_are_refused(tmp_path):
+    """They have a request's number in place of its image, and of KV that depends on later tokens only those before."""
+
+    def set_uncached(engine):
+        engine.cache_config.enable_prefix_caching = False
+
+    with pytest.raises(ConfigurationError, match="start vLLM with prefix caching, or without"):
+        Server(ours(tmp_path), change=set_uncached)
+
+
 def test_adapters_need_a_revision(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"1")
 

@@ -181,6 +181,11 @@ def _engine() -> VllmConfig:
             "a PrefixCacheTier must know what KV depends on, and vLLM's connector does not say; take the kv_connector "
             "CPUPrefixCacheOffloadingConnector in place of OffloadingConnector, with the same options"
         )
+    if not engine.cache_config.enable_prefix_caching:
+        raise ConfigurationError(
+            "vLLM's prefix caching is off, by option or because KV of this model depends on later tokens, so keys do "
+            "not name what KV depends on; start vLLM with prefix caching, or without a PrefixCacheTier"
+        )
     return engine
 
 
