@@ -12,6 +12,9 @@ To an engine it is a CPUPrefixCache that answers Pending more often: nothing is 
 A reset is the namespace of the revision that it names: what is there under that one is found, also what was before, and
 nothing else. Without a revision nothing is.
 
+A slot has the rows of all ranks of an engine: a store is committed when every rank has written its own, and a lease
+ends when every rank has read.
+
 It takes models whose layers are all full attention, in one group.
 """
 
@@ -66,8 +69,8 @@ class _Store(Transfer):
 
 
 class KeptCache:
-    """For an engine whose `device` has blocks as of `planner`, over the slots that the messenger knows. Of these
-    `ready_slots`, from the first on, may be copied to and from; more as the rank reports them.
+    """For an engine of so many `ranks`, whose `device` has blocks as of `planner`, over the slots that the messenger
+    knows. Of these `ready_slots`, from the first on, may be copied to and from; more as all ranks report them.
 
     After FAILURES_IN_A_ROW stores in a row, or loads, that failed, the cache turns itself off for good.
 
@@ -81,14 +84,16 @@ class KeptCache:
         messenger: Messenger,
         *,
         ready_slots: int,
+        ranks: int = 1,
         min_load_tokens: int = 0,
     ) -> None:
         check_takes(planner)
         self.planner = planner
         self._min_load_tokens = min_load_tokens
         self._device, self._messenger = device, messenger
-        self._num_slots, self._ready = messenger.num_slots, ready_slots
-        self._ledger = TransferLedger(1)
+        self._num_slots = messenger.num_slots
+        self._ready_on = dict.fromkeys(range(ranks), ready_slots)
+        self._ledger = TransferLedger(ranks)
         self._questions, self._takes = Questions(messenger), Takes(messenger, device)
         self._running: dict[Hashable, _Running] = {}
         self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
@@ -246,8 +251,9 @@ class KeptCache:
         """Nothing: no plan waits for anything here."""
 
     def report(self, report: RankReport) -> list[Resolved]:
-        """The rank has finished transfers. Those that end with this report."""
-        self._ready = self._ready if report.ready_blocks is None else report.ready_blocks
+        """A rank has finished transfers. Those that end with this report."""
+        if report.ready_blocks is not None:
+            self._ready_on[report.rank] = report.ready_blocks
         for id, slots in report.unfit:
             transfer = self._ledger.get(id)
             if transfer is not None:
@@ -307,6 +313,11 @@ class KeptCache:
         )
 
     # Details
+
+    @property
+    def _ready(self) -> int:
+        """How many slots, from the first on, every rank can copy to and from."""
+        return min(self._ready_on.values())
 
     def _findable(self, request: Request) -> Sequence[bytes]:
         """The keys of a request that the keeper is queried for."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, Hit, Pending
+from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankReport, Request
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message
@@ -43,11 +43,11 @@ class Line:
 
 
 class Engine:
-    def __init__(self, lookahead=0):
+    def __init__(self, lookahead=0, ranks=1, ready_slots=SLOTS):
         group = PrefixGroup(name="full", block_tokens=GRID, block_bytes=64, lookahead_tokens=lookahead)
         self.line, self.device = Line(), SmallEngine(12)
         planner = HybridChunkPlanner([group], max_model_len=64)
-        self.cache = KeptCache(planner, self.device, self.line, ready_slots=SLOTS)
+        self.cache = KeptCache(planner, self.device, self.line, ready_slots=ready_slots, ranks=ranks)
 
     def computes(self, id="r"):
         """A request of four chunks runs, and wants slots for them."""
@@ -73,8 +73,8 @@ class Engine:
         (plan,) = self.cache.step().transfers
         return plan.id
 
-    def reports(self, id):
-        self.cache.report(RankReport(0, done=frozenset({id})))
+    def reports(self, id, rank=0):
+        self.cache.report(RankReport(rank, done=frozenset({id})))
         return self.line.sent[-1]
 
 
@@ -82,6 +82,44 @@ def test_a_store_is_committed_when_the_rank_has_reported_it():
     engine = Engine()
     engine.computes()
     assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4,)) and not engine.line.uses
+
+
+def test_a_store_is_committed_when_the_last_rank_has_reported_it():
+    engine = Engine(ranks=2)
+    engine.computes()
+    id = engine.stores()
+    for _ in range(2):
+        assert engine.reports(id, rank=1).kind is Kind.TAKE and engine.line.uses
+    assert engine.reports(id) == Message(Kind.COMMIT, 0, (4,)) and not engine.line.uses
+
+
+def test_a_store_that_one_rank_could_not_write_is_not_committed():
+    engine = Engine(ranks=2)
+    engine.computes()
+    id = engine.stores()
+    engine.cache.report(RankReport(1, failed=frozenset({id})))
+    assert engine.reports(id) == Message(Kind.COMMIT, 0, (0,))
+
+
+def test_a_lease_ends_when_the_last_rank_has_loaded():
+    engine = Engine(ranks=2)
+    running = engine.device.take(KEYS, 0, ())
+    engine.cache.admit(engine.finds(), 0, 2 * GRID)
+    load = engine.cache.load("r", 2 * GRID, [running.blocks[:2]], 0.0)
+    engine.cache.step()
+    assert engine.reports(load, rank=1).kind is Kind.RUN and engine.line.uses
+    assert engine.reports(load).kind is Kind.RELEASE and not engine.line.uses
+
+
+@pytest.mark.parametrize(("ready", "hit"), [((0, 4), 0), ((4, 1), 1), ((2, 4), 2)])
+def test_slots_that_a_rank_has_not_prepared_are_no_hit(ready, hit):
+    engine = Engine(ranks=2, ready_slots=0)
+    for rank, slots in enumerate(ready):
+        engine.cache.report(RankReport(rank, ready_blocks=slots))
+    request = Request("r", KEYS, 4 * GRID)
+    engine.cache.lookup(request, 0, 0.0)
+    engine.line.answer(Kind.RAN, 0, 1)
+    assert engine.cache.lookup(request, 0, 0.0) == (Hit(hit * GRID) if hit else Miss())
 
 
 def test_a_store_of_blocks_that_are_wrong_is_not_committed():
