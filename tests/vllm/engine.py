@@ -65,13 +65,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector.vllm.groups import has_replicas, planner_for
+from connector.vllm.groups import planner_for, sharers_of
 from connector.vllm.messages import WorkerReports
 from connector.vllm.metrics import TransferTimes
 from connector.vllm.pool_view import _place
 from connector.vllm.rank_tier import Onlooker
 from cpu_prefix_cache import Hit, Miss, Pending
-from cpu_prefix_cache.deciding import Direction, RankReport
+from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, RankReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.slab.records import SIZE
 from cpu_prefix_cache.slab.sizing import SMALL_FILES_BYTES
@@ -736,7 +736,8 @@ class Engine:
     each prompt; None is every boundary. So is `match_unit`: the tokens of a hash, where that is to be shorter than the
     blocks are. `context_parallel` of the ranks divide the tokens of full attention and MLA among them: a pattern then
     stands for what each of them has of a block. `tier` has the operator's options of a tier of `tier_slots` slots,
-    `tier_faults` its faults. A `drafter` proposes no drafts here: what counts is what vLLM drops for it.
+    `tier_faults` its faults. With an option `pool` the slots are in `region`, which engines share. A `drafter` proposes
+    no drafts here: what counts is what vLLM drops for it.
     """
 
     def __init__(
@@ -762,6 +763,7 @@ class Engine:
         tier: dict[str, object] | None = None,
         tier_slots: int = 2000,
         tier_faults: dict[str, object] | None = None,
+        region: dict[int, object] | None = None,
         **options: object,
     ) -> None:
         init_none_hash(sha256)
@@ -785,11 +787,13 @@ class Engine:
         config.cache_config.prefix_match_unit = match_unit
         if caches.has_mamba_layers:
             config.cache_config.mamba_cache_mode = "align"
-        planner = planner_for(config, caches, in_pages=tier is not None)
+        in_pool = "pool" in options
+        planner = planner_for(config, caches, in_pages=tier is not None, in_pool=in_pool)
         self.grid, self.hash_tokens = resolve_kv_cache_block_sizes(caches, config)
-        sharers = ranks if tensor_parallel and has_replicas(planner) else 1
+        sharers = sharers_of(planner, config.parallel_config, in_pool=in_pool)
         extra = config.kv_transfer_config.kv_connector_extra_config
-        extra["cpu_bytes_to_use"] = host_blocks * planner.host_block_bytes * ranks // sharers
+        if not in_pool:
+            extra["cpu_bytes_to_use"] = host_blocks * planner.host_block_bytes * ranks // sharers
         if tier is not None:
             path, slabs = folder / "tier", ranks // sharers
             path.mkdir()
@@ -806,7 +810,7 @@ class Engine:
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         blocks = [manager.block_size for manager in managers]
         self.model = FakeModel([group.kv_cache_spec for group in caches.kv_cache_groups], blocks, self.hash_tokens)
-        hosts: list[dict[int, object]] = [{} for _ in range(ranks // sharers)]
+        hosts: list[dict[int, object]] = [{} if region is None else region for _ in range(ranks // sharers)]
         usual = failure_rate, slowest, host_blocks, planner.pieces
         self.ranks = [
             FakeRank(rank, random.Random((seed, rank).__hash__()), *usual, hosts[rank // sharers], sharers)
@@ -870,7 +874,7 @@ class Engine:
         self.counts["resets during a load"] += any(plan.direction is Direction.LOAD for plan in moving)
         self.counts["resets during a store"] += any(plan.direction is Direction.STORE for plan in moving)
         self.scheduler.reset_prefix_cache(reset_connector=True)
-        assert self.cache.pool.statistics().cached == 0, "something can be found after a reset"
+        assert self.cache.statistics().pool.cached == 0, "something can be found after a reset"
 
     def restart_running(self) -> bool:
         """vLLM's reset that preempts what runs, which the next step resumes. It raises while requests load, and from
@@ -941,7 +945,8 @@ class Engine:
         assert not len(self.half._requests) and not self.half._requests.any_awaited
         assert not (self.half._step.loads or self.half._step.readmitted)
         assert not any(rank.copies or rank.waits_for for rank in self.ranks)
-        self.cache.check_valid()
+        if isinstance(self.cache, CPUPrefixCache):
+            self.cache.check_valid()
 
     def _let_the_tier_rest(self) -> None:
         """Leases of requests that have gone end by themselves."""
@@ -1052,8 +1057,8 @@ class Engine:
     # Watching the connector
 
     def _watch(self) -> None:
-        """Compare every lookup with the oracle, and see what becomes of holds."""
-        for cache_method in ("lookup", "admit"):
+        """Compare every lookup with the oracle, which knows no pool of others, and see what becomes of holds."""
+        for cache_method in ("lookup", "admit") if isinstance(self.cache, CPUPrefixCache) else ("admit",):
             self._wrap(self.cache, cache_method)
         self._names_at_reset: dict[int, bytes | None] = {}  # of blocks that had one
         self._wrap(self.pool, "reset_prefix_cache")

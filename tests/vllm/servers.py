@@ -107,10 +107,11 @@ class NodeKeeper(Server):
         """The chunks that engines find, by slot."""
         return list(Records(memoryview(bytearray(self._file(is_records=True).read_bytes()))).read())
 
-    def damage(self, slot):
-        """One byte of a slot is another one: the exponent of its first float32."""
+    def damage(self, slot, lane=0, lanes=1):
+        """One byte of a slot is another one: the exponent of the first float32 in a lane."""
         with self._file(is_records=False).open("r+b") as region:
-            at = slot * (region.seek(0, os.SEEK_END) // self._slots()) + 3
+            slot_bytes = region.seek(0, os.SEEK_END) // self._slots()
+            at = slot * slot_bytes + lane * slot_bytes // lanes + 3
             (byte,) = os.pread(region.fileno(), 1, at)
             os.pwrite(region.fileno(), bytes([byte ^ 0x40]), at)
 

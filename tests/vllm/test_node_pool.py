@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm.config import KVEventsConfig, MultiModalConfig
+from vllm.config import KVEventsConfig, MultiModalConfig, ParallelConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm.rank_pool import PoolHere
@@ -14,6 +14,7 @@ from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.keeper import questions, takes
 from tests.stores.servers import starting, wait_for
+from tests.vllm import servers
 from tests.vllm.engine import drafting, full, latent, one_group, state, vllm_config, window
 from tests.vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests.vllm.real_engine import BLOCK, PATIENCE, TOLERANCE, differences
@@ -66,10 +67,6 @@ def test_a_model_that_a_keeper_does_not_take_is_refused(tmp_path, groups):
         settings_of(tmp_path, groups)
 
 
-def set_ranks(config):
-    config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = 2
-
-
 def set_hash(config):
     config.cache_config.prefix_caching_hash_algo = "xxhash"
 
@@ -81,7 +78,6 @@ def set_events(config):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (set_ranks, "takes engines of one rank"),
         (set_hash, "a pool needs cryptographic keys"),
         (set_events, "publishes no KV events"),
     ],
@@ -154,8 +150,8 @@ def test_engines_whose_rows_lie_in_another_order_have_other_names(tmp_path, begi
     names = []
     for number, order in enumerate(["KV", "VK", "KV"]):
         pool = replace(settings.pool, meeting=f"cpc-test-{os.getpid()}-{number}")
-        here = PoolHere(pool, settings.planner, order, torch.device("cpu"))
-        messenger = settings.pool.pool.taken(pool.meeting, settings.planner).messenger()
+        here = PoolHere(pool, ParallelConfig(), settings.planner.host_block_bytes, order, torch.device("cpu"))
+        messenger = settings.pool.pool.taken(pool.meeting).messenger()
         names.append(messenger._namespace)
         messenger.close()
         here.close()
@@ -290,6 +286,33 @@ def test_two_servers_load_what_the_other_one_has_computed(begin):
 def test_four_servers_load_what_the_others_have_computed(begin):
     keeper, servers = share(begin, 4)
     check_damage_shows(keeper, servers[3], servers[0], PROMPTS[5])
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_server_of_two_ranks_loads_what_one_before_has_computed(begin, monkeypatch):
+    """One after the other: each is four processes."""
+    monkeypatch.setitem(servers.ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND", "0|0")  # vLLM asks for a node for each rank
+    expected, keeper = expected_of("llama"), begin(NodeKeeper, POOL_BYTES)
+    extra = {"pool": {"address": keeper.address, "connect_seconds": START_SECONDS}}
+
+    def server_of_two_ranks():
+        server = begin(VllmServer, folder_of("llama"), extra, "--tensor-parallel-size", "2")
+        wait_for(server.is_up, START_SECONDS)
+        return server
+
+    first = server_of_two_ranks()
+    for number in range(3):
+        assert far_from(first.logprobs(PROMPTS[number]), expected[number]) < ALIKE
+        wait_for(lambda number=number: len(keeper.committed()) == (number + 1) * BLOCKS, PATIENCE)
+    first.kill()
+    last = keeper.committed()[-1]
+    second = server_of_two_ranks()
+    assert max(far_from(second.logprobs(PROMPTS[number]), expected[number]) for number in range(2)) < ALIKE
+    assert second.metric(HITS) == 2 * BLOCKS * BLOCK
+    keeper.damage(last.slot, lane=1, lanes=2)
+    assert far_from(second.logprobs(PROMPTS[2]), expected[2]) > ALIKE
+    assert second.metric(HITS) == 3 * BLOCKS * BLOCK
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,7 +122,11 @@ def test_the_ranks_of_a_tensor_parallel_group_get_the_region_from_it(tmp_path, m
         asked.append(num_bytes)
         return "shared"
 
-    monkeypatch.setattr(regions, "HostArena", lambda blocks, size, *, region, **_: made.append((blocks * size, region)))
+    def arena(blocks, size, *, region, **_):
+        made.append((blocks * size, region))
+        return Mock()
+
+    monkeypatch.setattr(regions, "HostArena", arena)
     monkeypatch.setattr(regions, "_shared_region", region_of_the_group)
     monkeypatch.setattr(ranks, "share_memory", lambda: True)
     monkeypatch.setattr(ranks, "agree", lambda problem: None)

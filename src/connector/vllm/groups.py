@@ -20,8 +20,8 @@ A spec's block is that of one rank. Under decode context parallelism the ranks d
 MLA among them, and the scheduler's block covers those of all; under prefill context parallelism alone all have all.
 
 The ranks of a tensor-parallel group share a region if they have the same bytes in a group: all of them a latent of
-which they divide no tokens, some of them a KV head (`heads.py`). Host blocks are rows of as many lanes as there are
-ranks with bytes of their own.
+which they divide no tokens, some of them a KV head (`heads.py`). In a keeper's pool all ranks of an engine do, also its
+stages. Host blocks are rows of as many lanes as there are ranks with bytes of their own.
 """
 
 import math
@@ -30,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     resolve_dcp_kv_block_size,
@@ -56,10 +56,16 @@ Kept = tuple[type[Group] | None, dict[str, Any]]  # a kind of group, None if not
 
 
 def planner_for(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, in_pages: bool = False, codec: str = RAW
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    in_pages: bool = False,
+    codec: str = RAW,
+    in_pool: bool = False,
 ) -> HybridChunkPlanner:
     """The planner of this model, for one region as the scheduler sees it. With `in_pages` host blocks are whole pages.
-    Groups of the dtype that `codec` is for are kept in its form, and others as they are.
+    Groups of the dtype that `codec` is for are kept in its form, and others as they are. With `in_pool` all ranks share
+    the region.
 
     Raises ConfigurationError for an unknown kind of KV state, and for one that cannot be kept as configured.
     """
@@ -79,24 +85,27 @@ def planner_for(
             "leave it out"
         )
     _check_lengths(groups, grid)
-    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    parallel = vllm_config.parallel_config
+    ranks = parallel.decode_context_parallel_size
     specs = [kv_cache_config.kv_cache_groups[at].kv_cache_spec for at in planned_group_ids(kv_cache_config)]
     divided = [_divided(group, spec, ranks) for group, spec in zip(groups, specs, strict=True)]
     heads = different_heads(vllm_config)
     shared = [_with_heads(group, spec, heads) for group, spec in zip(divided, specs, strict=True)]
+    sharers = parallel.tensor_parallel_size
+    if in_pool:
+        shared = [_in_each(group, parallel.world_size // sharers) for group in shared]
+        sharers = parallel.world_size
     return HybridChunkPlanner(
         shared,
         max_model_len=vllm_config.model_config.max_model_len,
         grid_tokens=grid,
-        ranks=_row_lanes(shared, vllm_config.parallel_config.tensor_parallel_size),
+        ranks=_row_lanes(shared, sharers) if in_pool or _has_replicas(shared) else 1,
         in_pages=in_pages,
     )
 
 
 def _row_lanes(groups: Sequence[Group], ranks: int) -> int:
-    """The lanes of a host block; 1 if each rank has a region of its own."""
-    if all(group.lanes is None for group in groups):
-        return 1
+    """The lanes of a host block in a region that so many ranks share."""
     return math.lcm(*(group.lanes or ranks for group in groups))
 
 
@@ -138,9 +147,21 @@ def own_block_bytes(kv_cache_config: KVCacheConfig) -> list[int]:
     return [sum(_block_bytes(spec) for spec in _layers(group)) for group in groups]
 
 
-def has_replicas(planner: HybridChunkPlanner) -> bool:
+def sharers_of(planner: HybridChunkPlanner, parallel: ParallelConfig, *, in_pool: bool = False) -> int:
+    """How many adjacent ranks share a region."""
+    if in_pool:
+        return int(parallel.world_size)
+    return int(parallel.tensor_parallel_size) if _has_replicas(planner.groups) else 1
+
+
+def _has_replicas(groups: Sequence[Group]) -> bool:
     """Whether ranks of a tensor-parallel group hold the same bytes, in some groups at least."""
-    return any(group.lanes is not None for group in planner.groups)
+    return any(group.lanes is not None for group in groups)
+
+
+def _in_each(group: Group, count: int) -> Group:
+    """The group where so many tensor-parallel groups, each with bytes of its own, share a region."""
+    return group if group.lanes is None else replace(group, lanes=group.lanes * count)
 
 
 def hash_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -3,10 +3,11 @@
     "pool": "unix:/run/kv/kv.sock"
     "pool": {"address": "unix:/run/kv/kv.sock", "revision_file": "/run/revision"}
 
-    the worker       joins the pool (`rank_pool.py`): only it knows in which order rows lie
-    the scheduler    takes the worker's seat, and decides
+    the ranks        one joins the pool for all (`rank_pool.py`): only they know in which order rows lie
+    the scheduler    takes the seat, and decides
 
-vLLM starts the worker first, in the same process or in another one. They meet at an address that no other engine has.
+A slot has the rows of all ranks of an engine. vLLM starts the ranks first, in the same process or in others. They meet
+at an address that no other engine has.
 """
 
 from collections.abc import Mapping
@@ -74,18 +75,18 @@ def pool_option(_: str, spelled: Any) -> PoolOption:
 
 @dataclass(frozen=True)
 class EnginePool:
-    """The pool of one engine, whose worker gives its seat at `meeting`. The worker's order of rows is not in the
-    namespace yet.
+    """The pool of one engine, whose first rank gives the seat at `meeting`. The order of rows, which ranks know, is not
+    in the namespace yet.
     """
 
     pool: NodePool
     namespace: Namespace
     meeting: str
 
-    def build(self, planner: HybridChunkPlanner, device: Device, min_load_tokens: int = 0) -> KeptCache:
+    def build(self, planner: HybridChunkPlanner, device: Device, ranks: int, min_load_tokens: int = 0) -> KeptCache:
         """The deciding half, in the scheduler. Raises ConfigurationError."""
-        messenger = self.pool.taken(self.meeting, planner).messenger()
-        return KeptCache(planner, device, messenger, ready_slots=0, min_load_tokens=min_load_tokens)
+        messenger = self.pool.taken(self.meeting).messenger()
+        return KeptCache(planner, device, messenger, ready_slots=0, ranks=ranks, min_load_tokens=min_load_tokens)
 
     def __str__(self) -> str:
         return f"the {POOL} at {self.pool.address}"
@@ -99,8 +100,8 @@ def engine_pool(
     _check_engine(vllm_config)
     check_takes(planner)
     pool = option.of_engine(vllm_config)
-    namespace = engine_namespace(pool, planner, vllm_config, planner.grid_tokens // hashes, 1)
-    # both processes of an engine know these, and no other engine has both, even if somebody gives two one engine_id
+    namespace = engine_namespace(pool, planner, vllm_config, planner.grid_tokens // hashes, planner.ranks)
+    # all processes of an engine know these, and no other engine has both, even if somebody gives two one engine_id
     ids = [str(vllm_config.kv_transfer_config.engine_id), str(vllm_config.instance_id)]
     return EnginePool(pool, namespace, f"cpu-prefix-cache-{digest(ids)[:32]}")
 
@@ -118,12 +119,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_engine(vllm_config: VllmConfig) -> None:
-    ranks, events = vllm_config.parallel_config.world_size, vllm_config.kv_events_config
-    if ranks != 1:
-        raise ConfigurationError(
-            f"a {POOL} takes engines of one rank, and by tensor, pipeline or context parallelism this one has {ranks}; "
-            f"give it {BYTES} of its own (the engines of data parallelism do share a {POOL})"
-        )
+    events = vllm_config.kv_events_config
     if events is not None and events.enable_kv_cache_events:
         raise ConfigurationError(
             f"a {POOL} publishes no KV events, since what is in it is of all engines; start vLLM without KV events, or "

@@ -64,7 +64,7 @@ def tier_of_rank(
     if tier is None:
         return None
     namespace, slots = _agreed(tier, settings.host_blocks, parallel, shapes.host_block_bytes)
-    sharers = parallel.tensor_parallel_size if settings.is_shared else 1
+    sharers = settings.sharers
     rank: int = parallel.rank
     opened: TierHere | None = None
     problem: Exception | None = None

@@ -1,6 +1,7 @@
 """Collective decisions of an engine's ranks, so that no rank waits forever for one that has failed."""
 
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import (
@@ -13,6 +14,8 @@ from vllm.distributed.parallel_state import (
 
 from cpu_prefix_cache import ConfigurationError
 
+Value = TypeVar("Value")
+
 
 def _axes() -> tuple[GroupCoordinator, ...]:
     """This rank's groups, one along each axis of the engine. What is decided in one after another, all ranks have."""
@@ -24,16 +27,23 @@ def agree(problem: Exception | None) -> None:
 
     Raises `problem` if given, else ConfigurationError if another rank has one.
     """
-    message = None if problem is None else str(problem)
-    for group in _axes():
-        if group.world_size > 1:
-            of_all: list[str | None] = [None] * group.world_size
-            torch.distributed.all_gather_object(of_all, message, group=group.cpu_group)
-            message = next((each for each in of_all if each is not None), None)
+    messages = of_all(None if problem is None else str(problem))
     if problem is not None:
         raise problem
+    message = next((each for each in messages if each is not None), None)
     if message is not None:
         raise ConfigurationError(message)
+
+
+def of_all(value: Value) -> list[Value]:
+    """The values of all ranks, in their order. Each rank calls this with its own."""
+    found = [value]
+    for group in _axes():  # the ranks along the first are adjacent
+        if group.world_size > 1:
+            parts: list[list[Value]] = [[]] * group.world_size
+            torch.distributed.all_gather_object(parts, found, group=group.cpu_group)
+            found = list(chain(*parts))
+    return found
 
 
 def as_on_the_first_stage(numbers: list[int]) -> list[int]:
@@ -51,12 +61,7 @@ def as_on_the_first(value: Any) -> Any:
 
 def largest(number: int) -> int:
     """The largest `number` of any rank. Each rank calls this with its own."""
-    for group in _axes():
-        if group.world_size > 1:
-            of_all = [0] * group.world_size
-            torch.distributed.all_gather_object(of_all, number, group=group.cpu_group)
-            number = max(of_all)
-    return number
+    return max(of_all(number))
 
 
 def place_in_the_group() -> tuple[int, int]:

@@ -3,12 +3,13 @@
     shapes_of   host blocks have the same numbers on every rank, but their size in bytes depends on the rank's layers
     arena_of    all ranks check, and agree; all ranks allocate, and agree again
 
-Otherwise a rank that raises would leave the others waiting.
+Otherwise a rank that raises would leave the others waiting (`together`).
 """
 
 import mmap
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,21 +78,16 @@ def arena_of(settings: Settings, vllm_config: VllmConfig, shapes: RankShapes, de
     num_blocks = settings.host_bytes // shapes.host_block_bytes
     num_bytes = num_blocks * shapes.host_block_bytes
     agree(parallel, _problem(settings, parallel))
-    try:
-        arena = HostArena(
-            num_blocks,
-            shapes.host_block_bytes,
-            pinned_for=device,
-            region=_shared_region(num_bytes, taken_ahead=device.type == "cuda") if settings.is_shared else None,
-        )
-    except Exception as error:
-        agree(parallel, error)
-        raise
-    try:
-        agree(parallel, None)
-    except BaseException:
-        arena.close()
-        raise
+    with ExitStack() as undo:
+        with together(parallel):
+            arena = HostArena(
+                num_blocks,
+                shapes.host_block_bytes,
+                pinned_for=device,
+                region=_shared_region(num_bytes, taken_ahead=device.type == "cuda") if settings.is_shared else None,
+            )
+            undo.callback(arena.close)
+        undo.pop_all()
     return arena
 
 
@@ -103,7 +99,7 @@ def _problem(settings: Settings, parallel: ParallelConfig) -> ConfigurationError
             "share, but these ranks are on several machines or in containers without a common /dev/shm; start one "
             "tensor-parallel group on each machine"
         )
-    regions = max(1, parallel.local_world_size // (parallel.tensor_parallel_size if settings.is_shared else 1))
+    regions = max(1, parallel.local_world_size // settings.sharers)
     try:
         check_fits(settings.host_bytes * regions)
     except ConfigurationError as error:
@@ -117,6 +113,17 @@ def agree(parallel: ParallelConfig, problem: Exception | None) -> None:
         ranks.agree(problem)
     elif problem is not None:
         raise problem
+
+
+@contextmanager
+def together(parallel: ParallelConfig) -> Iterator[None]:
+    """Go on behind this on all ranks of an engine, or raise on all."""
+    try:
+        yield
+    except Exception as error:
+        agree(parallel, error)
+        raise
+    agree(parallel, None)
 
 
 def _shared_region(num_bytes: int, *, taken_ahead: bool) -> mmap.mmap:

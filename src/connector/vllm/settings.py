@@ -15,11 +15,11 @@ from connector.tier.cache import EngineTier, build_cache
 from connector.tier.options import TIER, TierOption, tier_option
 from connector.vllm.groups import (
     device_blocks_per_chunk,
-    has_replicas,
     hash_blocks_per_chunk,
     planned_group_ids,
     planner_for,
     replayed_tokens,
+    sharers_of,
 )
 from connector.vllm.node_pool import ALWAYS, EnginePool, PoolOption, engine_pool, pool_option
 from connector.vllm.resets import RESET, RESETS, WITH_DEVICE
@@ -48,8 +48,9 @@ CHECKS: Mapping[str, Check] = {
 class Settings:
     """Settings that both halves are built from.
 
-    Each rank has a host region, or all ranks of a tensor-parallel group share one, if they hold the same bytes in some
-    groups. With a pool the region is the keeper's, and how large it is the worker learns when it joins.
+    Each rank has a host region, or `sharers` adjacent ones share one: a tensor-parallel group, if its ranks hold the
+    same bytes in some groups. With a pool the region is the keeper's, and all ranks share it; how large it is they
+    learn when they join.
     """
 
     planner: HybridChunkPlanner
@@ -57,7 +58,7 @@ class Settings:
     host_bytes: int  # of one region
     regions: int
     ranks: int
-    is_shared: bool
+    sharers: int
     hashes_per_chunk: int
     replayed_tokens: int  # how many tokens at the end of a hit vLLM computes again
     steps: EngineSteps
@@ -74,14 +75,16 @@ class Settings:
         """Raises ConfigurationError with a message that names the remedy."""
         options = checked_options(vllm_config)
         codec = options.pop(CODEC, RAW)
-        planner = planner_for(vllm_config, kv_cache_config, in_pages=TIER in options, codec=codec)
+        parallel, in_pool = vllm_config.parallel_config, options.pop(POOL, None)
+        planner = planner_for(
+            vllm_config, kv_cache_config, in_pages=TIER in options, codec=codec, in_pool=in_pool is not None
+        )
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
-        parallel = vllm_config.parallel_config
         _check_launcher(parallel)
-        is_shared = has_replicas(planner) and parallel.tensor_parallel_size > 1
-        regions = parallel.world_size // (parallel.tensor_parallel_size if is_shared else 1)
+        sharers = sharers_of(planner, parallel, in_pool=in_pool is not None)
+        regions = parallel.world_size // sharers
         hashes = hash_blocks_per_chunk(vllm_config, kv_cache_config)
-        in_pool, pool = options.pop(POOL, None), None
+        pool = None
         if in_pool is not None:
             pool = engine_pool(in_pool, options, vllm_config, planner, hashes)
             options |= ALWAYS
@@ -94,7 +97,7 @@ class Settings:
             host_bytes=options.pop(BYTES, 0) // regions,
             regions=regions,
             ranks=parallel.world_size,
-            is_shared=is_shared,
+            sharers=sharers,
             hashes_per_chunk=hashes,
             replayed_tokens=replayed_tokens(kv_cache_config),
             steps=_steps(vllm_config, planner, kv_cache_config),
@@ -106,6 +109,11 @@ class Settings:
             reset=options.pop(RESET, WITH_DEVICE),
             options=options,
         )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share a region."""
+        return self.sharers > 1
 
     @property
     def shares_tier(self) -> bool:
@@ -125,7 +133,7 @@ class Settings:
     def build(self, device: Device) -> CPUPrefixCache | KeptCache:
         """The cache, a TieredCache if there is a tier, a KeptCache with a pool. Raises ConfigurationError."""
         if self.pool is not None:
-            return self.pool.build(self.planner, device, self.options.get("min_load_tokens", 0))
+            return self.pool.build(self.planner, device, self.ranks, self.options.get("min_load_tokens", 0))
         return build_cache(
             self.planner,
             device,

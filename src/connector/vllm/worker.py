@@ -27,6 +27,7 @@ from connector.common.deadlines import LOAD_SECONDS
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
+from connector.vllm.node_pool import EnginePool
 from connector.vllm.rank_pool import PoolHere
 from connector.vllm.rank_tier import TierHere, tier_of_rank
 from connector.vllm.regions import RankShapes, agree, arena_of, shapes_of
@@ -105,9 +106,10 @@ class WorkerHalf:
         tensors = [all_tensors[at] for at in here]
         shapes = replace(all_shapes, pieces=tuple(all_shapes.pieces[at] for at in here))
         device = tensors[0][0].device
-        self._arena = arena = self._arena_in_pool(kv_caches, device) or arena_of(
-            self._settings, self._vllm_config, shapes, device
-        )
+        if self._settings.pool is not None:
+            shapes = self._join(self._settings.pool, shapes, self._order(kv_caches), device)
+        arena = self._pool.arena if self._pool else arena_of(self._settings, self._vllm_config, shapes, device)
+        self._arena = arena
         self._tier = self._open_tier(arena, all_shapes, kv_caches)
         by_lane = shapes.by_lane()
         lanes = arena.blocks.view(-1, by_lane.host_block_bytes)
@@ -115,7 +117,7 @@ class WorkerHalf:
         choice = _in_a_thread(choose, device)
         if not self._rank:
             logger.info(start_line(self._settings, self._vllm_config.model_config.max_model_len, choice))
-        ranks = parallel.tensor_parallel_size if self._settings.is_shared else 1
+        ranks = self._settings.sharers
         self._share = Share(shapes.pieces, here, len(all_tensors), self._rank % ranks, ranks, shapes.lanes)
         self._worker = CopyWorker(
             self._rank,
@@ -127,13 +129,12 @@ class WorkerHalf:
         )
         self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
 
-    def _arena_in_pool(self, kv_caches: Mapping[str, Registered], device: torch.device) -> HostArena | None:
-        pool = self._settings.pool
-        if pool is None:
-            return None
-        self._pool = PoolHere(pool, self._settings.planner, self._order(kv_caches), device)
-        self._settings = replace(self._settings, host_bytes=self._pool.num_bytes)
-        return self._pool.arena
+    def _join(self, pool: EnginePool, shapes: RankShapes, order: str, device: torch.device) -> RankShapes:
+        """Join the pool. The shapes of this rank in its slots, which are as large as the largest rank requires."""
+        parallel = self._vllm_config.parallel_config
+        self._pool = joined = PoolHere(pool, parallel, shapes.host_block_bytes, order, device)
+        self._settings = replace(self._settings, host_bytes=joined.arena.blocks.numel())
+        return replace(shapes, host_block_bytes=joined.arena.blocks.shape[1])
 
     def _order(self, kv_caches: Mapping[str, Registered]) -> str:
         """How rows lie in the host blocks of this rank."""

@@ -1,9 +1,12 @@
 """JoinedPool: an engine's part in the pool of a node: its seat, the region, and its line to the keeper.
 
     in one process    join, region, messenger, close
-    in two            the worker: join, region, give, close       the scheduler: taken, messenger, close
+    in several        the first rank: join, region, give, close
+                      other ranks: taken, region, close
+                      the scheduler: taken, messenger, close
 
-The worker comes first, because vLLM starts it first. Both are the same engine to the keeper (`seat.py`).
+Ranks come first, because vLLM starts them first. All are the same engine to the keeper (`seat.py`), and a slot has the
+rows of all ranks.
 """
 
 import json
@@ -12,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from cpu_prefix_cache.memory import mapping
-from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.messenger import SocketMessenger
 from cpu_prefix_cache.node.seat import Seat
 from cpu_prefix_cache.node.settings import NodePool, name_of, revision_of
@@ -25,31 +27,31 @@ if TYPE_CHECKING:
 class JoinedPool:
     """Connected. `join` and `taken` make one, and raise ConfigurationError where that cannot be."""
 
-    def __init__(self, pool: NodePool, planner: HybridChunkPlanner, namespace: Namespace, seat: Seat) -> None:
-        self._pool, self._planner, self._namespace, self._seat = pool, planner, namespace, seat
+    def __init__(self, pool: NodePool, namespace: Namespace, seat: Seat) -> None:
+        self._pool, self._namespace, self._seat = pool, namespace, seat
         self._messenger: SocketMessenger | None = None
         self.num_slots = seat.num_slots
 
     @classmethod
-    def join(cls, pool: NodePool, planner: HybridChunkPlanner, namespace: Namespace) -> Self:
-        """With a seat of its own. `namespace` has all that decides the bytes of a block."""
+    def join(cls, pool: NodePool, block_bytes: int, namespace: Namespace) -> Self:
+        """With a seat of its own, and slots of so many bytes. `namespace` has all that decides what is in one."""
         name = name_of(namespace, revision_of(namespace))
-        seat = Seat.of(pool.path, name, planner.host_block_bytes, connect_seconds=pool.connect_seconds)
-        return cls(pool, planner, namespace, seat)
+        seat = Seat.of(pool.path, name, block_bytes, connect_seconds=pool.connect_seconds)
+        return cls(pool, namespace, seat)
 
     @classmethod
-    def taken(cls, address: str, pool: NodePool, planner: HybridChunkPlanner) -> Self:
-        """With the seat that another process of this engine gives at `address`, as the same `pool` and `planner`."""
-        seat, note = Seat.taken(address)
-        return cls(pool, planner, Namespace(tuple(json.loads(note).items())), seat)
+    def taken(cls, address: str, pool: NodePool, *, decides: bool) -> Self:
+        """With the seat that the first rank of this engine gives at `address`, of the same `pool`."""
+        seat, note = Seat.taken(address, decides=decides)
+        return cls(pool, Namespace(tuple(json.loads(note).items())), seat)
 
-    def give(self, address: str) -> None:
-        """Have another process of this engine take the seat at `address`, and decide."""
-        self._seat.give(address, json.dumps(self._namespace.spelled).encode())
+    def give(self, address: str, takers: int = 1) -> None:
+        """Have so many other processes of this engine take the seat at `address`, the last of which decides."""
+        self._seat.give(address, json.dumps(self._namespace.spelled).encode(), takers)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self._planner.host_block_bytes
+        return self.num_slots * self._seat.block_bytes
 
     def region(self) -> mmap.mmap:
         """The region, mapped here."""
@@ -60,7 +62,6 @@ class JoinedPool:
         self._messenger = SocketMessenger(
             self._pool.path,
             self._seat,
-            self._planner.host_block_bytes,
             partial(name_of, self._namespace),
             revision_of(self._namespace),  # of the process that has joined
         )

@@ -29,14 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class SocketMessenger:
-    """For the engine that has this seat at the keeper at `path`, and whose blocks have `block_bytes` bytes. `name_of`
-    gives the name of a revision's namespace; `revision` is that of its first hello.
+    """For the engine that has this seat at the keeper at `path`. `name_of` gives the name of a revision's namespace;
+    `revision` is that of its first hello.
     """
 
-    def __init__(
-        self, path: str, seat: Seat, block_bytes: int, name_of: Callable[[str | None], bytes], revision: str
-    ) -> None:
-        self._path, self._seat, self._block_bytes = path, seat, block_bytes
+    def __init__(self, path: str, seat: Seat, name_of: Callable[[str | None], bytes], revision: str) -> None:
+        self._path, self._seat = path, seat
         self._name_of, self._namespace = name_of, name_of(revision)
         self.num_slots = seat.num_slots
         self._lock = threading.Lock()
@@ -189,5 +187,5 @@ class SocketMessenger:
     def _hello(self, connected: socket.socket) -> None:
         with self._lock:
             namespace = self._namespace
-        hello = Message(Kind.HELLO, numbers=(self._block_bytes, self._seat.number), keys=(namespace,))
+        hello = Message(Kind.HELLO, numbers=(self._seat.block_bytes, self._seat.number), keys=(namespace,))
         greet(connected, hello, self._seat.files, self._ending.is_set)

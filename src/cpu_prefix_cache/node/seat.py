@@ -1,8 +1,8 @@
 """Seat: the place of an engine in a pool: its socket, both files, its number, and its lock.
 
     taken      by the first hello
-    handed on  from the process that copies, which vLLM starts first, to the process that decides; the files and the
-               lock stay with both, the socket does not
+    handed on  from the process that copies, which vLLM starts first, to the other ranks, which copy, too, and last to
+               the process that decides; all of them have the files and the lock, and the last one alone the socket
     closed     in one process
 
 The lock is that of an open file, so it is free when the last process that has the seat has closed it, or has ended: an
@@ -26,18 +26,19 @@ from cpu_prefix_cache.node.presence import OwnPresence
 
 TAKE_SECONDS = 60.0  # for which both sides wait for each other when they have met
 _TAKEN = b"."
-_NUMBERS = struct.Struct("=QQ")  # of the seat and of slots
+_NUMBERS = struct.Struct("=QQQ")  # of the seat, of slots, and of the bytes of one
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """Number `number` in a pool of `num_slots` slots."""
+    """Number `number` in a pool of `num_slots` slots of `block_bytes` bytes."""
 
     connected: socket.socket
     files: tuple[int, ...]
     presence: OwnPresence
     number: int
     num_slots: int
+    block_bytes: int
     _offer: socket.socket | None = field(default=None, init=False)
 
     @classmethod
@@ -66,11 +67,11 @@ class Seat:
             undo.callback(close_files, welcome.files)
             presence = OwnPresence(welcome.files[1], welcome.number)
             undo.pop_all()
-        return cls(connected, tuple(welcome.files), presence, welcome.number, welcome.num_slots)
+        return cls(connected, tuple(welcome.files), presence, welcome.number, welcome.num_slots, hello.numbers[0])
 
-    def give(self, address: str, note: bytes) -> None:
-        """Hand it on, with a note, to the first process of this user that takes it at `address`. A thread waits for it
-        until this seat is closed: an engine that warms up may take long to begin to decide.
+    def give(self, address: str, note: bytes, takers: int = 1) -> None:
+        """Hand it on, with a note, to so many processes of this user that take it at `address`, the last of which
+        decides. A thread waits for them until this seat is closed: an engine that warms up may take long to begin.
 
         Raises ConfigurationError where somebody else is at that address.
         """
@@ -85,15 +86,14 @@ class Seat:
             ) from failed
         self._offer = offer
         offer.listen()
-        threading.Thread(target=self._give, args=(offer, note), daemon=True, name="keeper-seat").start()
+        threading.Thread(target=self._give, args=(offer, note, takers), daemon=True, name="keeper-seat").start()
 
-    def _give(self, offer: socket.socket, note: bytes) -> None:
+    def _give(self, offer: socket.socket, note: bytes, takers: int) -> None:
         with suppress(OSError), offer:  # this seat was closed
-            while True:
+            while takers:
                 with offer.accept()[0] as taker:
-                    if self._is_taken_by(taker, note):
-                        self.connected.close()
-                        return
+                    takers -= self._is_taken_by(taker, note)
+            self.connected.close()
 
     def _is_taken_by(self, taker: socket.socket, note: bytes) -> bool:
         """Whether it has the seat now. Some connect and go, to see who listens."""
@@ -102,7 +102,7 @@ class Seat:
         files = [self.connected.fileno(), *self.files, self.presence.file]
         taker.settimeout(TAKE_SECONDS)
         try:
-            socket.send_fds(taker, [_NUMBERS.pack(self.number, self.num_slots)], files)
+            socket.send_fds(taker, [_NUMBERS.pack(self.number, self.num_slots, self.block_bytes)], files)
             taker.sendall(note)
             taker.shutdown(socket.SHUT_WR)
             return taker.recv(1) == _TAKEN
@@ -110,8 +110,10 @@ class Seat:
             return False
 
     @classmethod
-    def taken(cls, address: str) -> tuple[Self, bytes]:
-        """The seat that another process of this engine gives, and its note. Raises ConfigurationError."""
+    def taken(cls, address: str, *, decides: bool = True) -> tuple[Self, bytes]:
+        """The seat that another process of this engine gives, and its note. One that does not decide has no line to
+        the keeper. Raises ConfigurationError.
+        """
         with ExitStack() as undo, socket.socket(socket.AF_UNIX) as giver:
             files = list[int]()
             undo.callback(close_files, files)
@@ -130,11 +132,12 @@ class Seat:
             if user_of(giver) != os.geteuid() or len(files) != NUM_FILES + 2 or len(some) != _NUMBERS.size:
                 raise ConfigurationError("the worker of this engine has ended, or is of another user")
             undo.pop_all()
-        number, num_slots = _NUMBERS.unpack(some)
         line, *pool, lock = files
         connected = socket.socket(fileno=line)
         connected.settimeout(SEND_SECONDS)
-        return cls(connected, tuple(pool), OwnPresence.taken(lock), number, num_slots), note
+        if not decides:
+            connected.close()
+        return cls(connected, tuple(pool), OwnPresence.taken(lock), *_NUMBERS.unpack(some)), note
 
     def close(self) -> None:
         """In this process. Nothing of the region is in use here; may be called again."""

@@ -68,11 +68,11 @@ class NodePool:
             planner, model=model, revision=revision, dtype=dtype, hash=self.hash, ranks=ranks, extra=extra
         )
 
-    def taken(self, address: str, planner: "HybridChunkPlanner") -> "JoinedPool":
+    def taken(self, address: str) -> "JoinedPool":
         """The part in it that this engine's worker gives at `address`, for the process that decides: without torch."""
         from cpu_prefix_cache.node.joined_pool import JoinedPool
 
-        return JoinedPool.taken(address, self, planner)
+        return JoinedPool.taken(address, self, decides=True)
 
 
 def revision_of(namespace: "Namespace") -> str:

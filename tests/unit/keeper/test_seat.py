@@ -122,6 +122,23 @@ def test_a_worker_that_lives_keeps_the_lock_of_its_engine(keeper):
         assert is_present(watch.files[1], worker.number)
 
 
+def test_the_last_process_that_takes_a_seat_has_its_line(keeper):
+    """Ranks come first, and have the files and the lock; the engine is there until the last of all has ended."""
+    address = f"cpc-test-{os.getpid()}"
+    with closing(seat_at(keeper)) as watch, closing(seat_at(keeper)) as first:
+        first.give(address, b"", takers=3)
+        ranks = [Seat.taken(address, decides=False)[0] for _ in range(2)]
+        decides, _ = Seat.taken(address)
+        seats = [first, *ranks, decides]
+        assert {(seat.number, seat.num_slots, seat.block_bytes) for seat in seats} == {(2, 32, CHUNK_BYTES)}
+        assert [seat.connected.fileno() < 0 for seat in (*ranks, decides)] == [True, True, False]
+        for seat in (first, decides, ranks[0]):
+            seat.close()
+            assert is_present(watch.files[1], first.number)
+        ranks[1].close()
+        assert not is_present(watch.files[1], first.number)
+
+
 def test_a_seat_is_offered_until_it_is_closed(keeper):
     """The scheduler comes when the worker's graphs are captured, after minutes or hours."""
     with closing(seat_at(keeper)) as worker:
