@@ -10,6 +10,7 @@ Bar: 10 s, of which some tenths are what a supervisor takes to start it.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.common import environment
 from benchmarks.deciding.keeper_answers import processor_seconds
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES, Kind, Message, Received, encoded
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES, Kind, Message, Received, encoded
 from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.memory import shared_file
 from cpu_prefix_cache.messages.sizes import parse_bytes
@@ -40,7 +41,7 @@ PATIENCE = 300.0
 
 
 def prompt(number: int, chunks: int) -> list[bytes]:
-    return [f"{number}-{at}".encode().ljust(KEY_BYTES) for at in range(chunks)]
+    return [hashlib.sha256(b"%d-%d" % (number, at)).digest() for at in range(chunks)]
 
 
 def full_pool(host_bytes: int, block_bytes: int, chunks: int) -> list[int]:

@@ -104,8 +104,9 @@ class NodeKeeper(Server):
         return self.path.exists()
 
     def committed(self):
-        """The chunks that engines find, by slot."""
-        return list(Records(memoryview(bytearray(self._file(is_records=True).read_bytes()))).read())
+        """The slots of the chunks that engines find, the oldest first."""
+        runs = Records(memoryview(bytearray(self._file(is_records=True).read_bytes()))).runs()
+        return [slot for run in runs for slot in run.slots]
 
     def damage(self, slot, lane=0, lanes=1):
         """One byte of a slot is another one: the exponent of the first float32 in a lane."""

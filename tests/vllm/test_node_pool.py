@@ -265,10 +265,10 @@ def far_from(answer, expected):
 
 
 def check_damage_shows(keeper, first, second, prompt):
-    before = {each.slot for each in keeper.committed()}
+    before = set(keeper.committed())
     computed = first.logprobs(prompt)
     wait_for(lambda: len(keeper.committed()) == len(before) + BLOCKS, PATIENCE)
-    keeper.damage(next(each.slot for each in keeper.committed() if each.slot not in before))
+    keeper.damage(next(slot for slot in keeper.committed() if slot not in before))
     hits = second.metric(HITS)
     damaged = second.logprobs(prompt)
     assert second.metric(HITS) == hits + BLOCKS * BLOCK
@@ -310,7 +310,7 @@ def test_a_server_of_two_ranks_loads_what_one_before_has_computed(begin, monkeyp
     second = server_of_two_ranks()
     assert max(far_from(second.logprobs(PROMPTS[number]), expected[number]) for number in range(2)) < ALIKE
     assert second.metric(HITS) == 2 * BLOCKS * BLOCK
-    keeper.damage(last.slot, lane=1, lanes=2)
+    keeper.damage(last, lane=1, lanes=2)
     assert far_from(second.logprobs(PROMPTS[2]), expected[2]) > ALIKE
     assert second.metric(HITS) == 3 * BLOCKS * BLOCK
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.keeper.fair_lru import FairLru
-from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
-from cpu_prefix_cache.keeper.records import Record, Records
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES
+from cpu_prefix_cache.keeper.records import Records, Run
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
@@ -88,15 +88,10 @@ class Keeper:
 
     def recover(self) -> int:
         """Take in what the records have. The number of chunks that are found again."""
-        records = list(self._records.read())
-        self._pool.claim([(record.slot,) for record in records])  # at once: a slot alone costs as much as its chunk
-        run: list[Record] = []
-        for record in records:
-            if run and (record.parent != run[-1].key or record.namespace != run[-1].namespace):
-                self._take_in(run)
-                run = []
-            run.append(record)
-        self._take_in(run)
+        runs = list(self._records.runs())
+        self._pool.claim([(slot,) for run in runs for slot in run.slots])  # at once: one alone costs as much as a chunk
+        for run in runs:
+            self._take_in(run)
         return self._pool.statistics().cached
 
     def join(self, engine: int, namespace: bytes) -> None:
@@ -180,8 +175,8 @@ class Keeper:
         self._writing.difference_update(write.keys)
         above = None if write.pin is None else self._pool.key(write.parent)
         for slot, key in zip(slots, keys, strict=True):
-            parent = None if above is None else above[NAMESPACE_BYTES:]
-            self._records.write(slot, key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:], parent)
+            parent = None if above is None else above[:KEY_BYTES]
+            self._records.write(slot, key[KEY_BYTES:], key[:KEY_BYTES], parent)
             above = key
         if write.pin is not None:
             self._pool.unpin(write.pin)
@@ -210,18 +205,15 @@ class Keeper:
             raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
         return path
 
-    def _take_in(self, run: Sequence[Record]) -> None:
-        """Records each of which hangs below the one before. What hangs below something that is gone is free."""
-        if not run:
-            return
-        above = run[0].parent
-        parent = self._pool.root if above is None else self._pool.find(run[0].namespace + above)
-        slots = [record.slot for record in run]
+    def _take_in(self, run: Run) -> None:
+        """Chunks of an earlier keeper. What hangs below something that is gone is free."""
+        parent = self._pool.root if run.parent is None else self._pool.find(run.parent + run.namespace)
         if parent is None:
-            self._pool.abort(slots)
+            self._pool.abort(run.slots)
         else:
-            self._pool.commit(slots, [each.namespace + each.key for each in run], parent, self._pool.touch(None))
+            self._pool.commit(run.slots, _named(run.namespace, run.keys), parent, self._pool.touch(None))
 
 
 def _named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    return [namespace + key for key in keys]
+    """Names in the forest, which go by their first byte to one of many dictionaries: so that of a key comes first."""
+    return [key + namespace for key in keys]

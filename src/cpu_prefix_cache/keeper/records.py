@@ -11,7 +11,9 @@ A keeper may end between two bytes of a record. Then the checksum does not fit, 
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -25,14 +27,15 @@ NO_PARENT = bytes(KEY_BYTES)
 _CHECKED = 4  # bytes of the checksum, which it does not cover
 
 
-class Record(NamedTuple):
-    """The chunk of one slot. `serial` counts commits."""
+class Run(NamedTuple):
+    """Chunks that were committed one after the other, each below the one before, the first below that with the key
+    `parent`.
+    """
 
-    slot: int
-    serial: int
     namespace: bytes
-    key: bytes
     parent: bytes | None
+    slots: Sequence[int]
+    keys: Sequence[bytes]
 
 
 def records_bytes(num_slots: int) -> int:
@@ -70,14 +73,25 @@ class Records:
         at = HEADER_BYTES + slot * RECORD.size
         self._memory[at : at + RECORD.size] = bytes(RECORD.size)
 
-    def read(self) -> Iterator[Record]:
+    def runs(self) -> list[Run]:
         """The records that are whole, in the order in which they were written. The next one is written after them."""
-        found = []
-        whole = self._memory[HEADER_BYTES:]
-        for slot, (checksum, serial, namespace, key, parent) in enumerate(RECORD.iter_unpack(whole)):
+        found = list(self._whole())
+        if not found:
+            return []
+        found.sort(key=itemgetter(0))
+        serials, slots, namespaces, keys, parents = zip(*found, strict=True)
+        self._serial = serials[-1]
+        hangs = zip(namespaces[1:], parents[1:], namespaces, keys, strict=False)
+        begins = [at for at, (here, parent, there, above) in enumerate(hangs, 1) if parent != above or here != there]
+        return [
+            Run(namespaces[at], None if parents[at] == NO_PARENT else parents[at], slots[at:end], keys[at:end])
+            for at, end in pairwise([0, *begins, len(found)])
+        ]
+
+    def _whole(self) -> Iterator[tuple[int, int, bytes, bytes, bytes]]:
+        """Serial, slot, namespace, key and parent of each whole record, slot by slot."""
+        contents = self._memory[HEADER_BYTES:]
+        for slot, (checksum, serial, namespace, key, parent) in enumerate(RECORD.iter_unpack(contents)):
             at = slot * RECORD.size
-            if serial and checksum == crc32(whole[at + _CHECKED : at + RECORD.size]):
-                found.append(Record(slot, serial, namespace, key, None if parent == NO_PARENT else parent))
-        found.sort(key=lambda record: record.serial)
-        self._serial = found[-1].serial if found else 0
-        return iter(found)
+            if serial and checksum == crc32(contents[at + _CHECKED : at + RECORD.size]):
+                yield serial, slot, namespace, key, parent
