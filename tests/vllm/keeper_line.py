@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from cpu_prefix_cache import NodePool
+from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES, Kind, Message, check_asked
 from cpu_prefix_cache.keeper.records import Records, records_bytes
@@ -53,6 +54,8 @@ class Line:
             self._answers.append(Message(Kind.TOOK, id, (granted.try_again, granted.first, *granted.slots)))
         elif kind is Kind.COMMIT:
             self._keeper.commit(self._number, id, numbers[0])
+        elif kind is Kind.COUNT:
+            self._answers.append(Message(Kind.COUNTED, id, counted(self._keeper.statistics())))
         else:
             assert kind is Kind.RELEASE
             self._keeper.release(self._number, id)

@@ -11,10 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm import ranks
 from connector.vllm.messages import StepMetadata
+from connector.vllm.metrics import UNKNOWN_IN_POOL, CacheCounts, CachePromMetrics
 from connector.vllm.rank_pool import PoolHere
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
@@ -36,6 +38,7 @@ LAST = 48  # the last boundary of the prompt
 POOL_BYTES = 2**22
 PATIENCE = 60
 ADDRESS = "unix:/run/kv/kv.sock"
+TYPES = {each: each for each in (Counter, Gauge, Histogram)}  # as vLLM gives them
 SIZES = {  # ranks, whether they are one tensor-parallel group or stages, and their model
     "one rank": (1, True, [full()]),
     "two ranks": (2, True, [full()]),
@@ -150,6 +153,21 @@ def test_an_engine_that_ends_while_a_rank_writes_leaves_no_slot_behind(node):
     one.cache.close()
     node.keeper.check_valid()
     assert node.keeper.statistics().writing == 0
+
+
+def test_metrics_are_those_of_the_pool_and_leave_out_what_nobody_counts_there(node):
+    one, other = (node("two ranks", device_blocks=80) for _ in range(2))
+    for number, each in enumerate((one, other)):
+        each.run(PROMPT)
+        each.run(list(range(number, number + 100)), max_tokens=110)  # for more than a second
+    shown = [CacheCounts(each.cache, {}).take().data for each in (one, other)]
+    now = node.keeper.statistics()
+    assert now.cached > shown[1]["resident_blocks"] > shown[0]["resident_blocks"] > 0  # the last ones a second ago
+    assert shown[1]["capacity_blocks"] == now.capacity
+    assert not [key for each in shown for key in each if key.startswith(UNKNOWN_IN_POOL)]
+    config = one.scheduler.vllm_config
+    series = [metric.name for metric in CachePromMetrics(config, TYPES, [], {0: []})._metrics]
+    assert "resident_blocks" in series and not set(series) & set(UNKNOWN_IN_POOL)
 
 
 # What engines must have in common

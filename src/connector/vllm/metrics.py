@@ -7,7 +7,7 @@
     in the frontend    CachePromMetrics  the same numbers under the names in METRICS
 
 A report is a flat dict: for each series a number, or a list of observations. Series of a tier below host memory exist
-only where there is one.
+only where there is one, and those that nobody counts in a keeper's pool (UNKNOWN_IN_POOL) only without one.
 
 A number that vLLM's OffloadingConnector has, too, has its name and labels (OFFLOADING). One that counts something else,
 such as chunks in place of calls, keeps a name of its own.
@@ -24,6 +24,7 @@ from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from connector.common.options import POOL
 from connector.tier.options import TIER
 from connector.vllm.sessions import OUTCOMES
 from connector.vllm.touched import PROMETHEUS, check_names
@@ -157,6 +158,7 @@ TIER_METRICS = (
     Metric("tier_capacity_blocks", Kind.LEVEL, "All slots of the tier."),
     Metric("tier_state", Kind.LEVEL, "1 for the state that the tier is in, else 0.", "state", STATES),
 )
+UNKNOWN_IN_POOL = ("union_misses", "next_use_hints")
 KINDS = {key: metric.kind for metric in (*METRICS, *TIER_METRICS) for key, _ in metric.series()}
 TROUBLES = (
     "dropped_chunks:pool_full",
@@ -247,6 +249,12 @@ class CacheCounts:
         return CacheStats(data)
 
     def _numbers(self) -> dict[str, int]:
+        numbers = self._all_numbers()
+        if isinstance(self._cache, KeptCache):
+            return {key: value for key, value in numbers.items() if key.partition(":")[0] not in UNKNOWN_IN_POOL}
+        return numbers
+
+    def _all_numbers(self) -> dict[str, int]:
         statistics = self._cache.statistics()
         pool = statistics.pool
         return {
@@ -339,8 +347,8 @@ class TierMoves:
 
 
 class CachePromMetrics(KVConnectorPromMetrics):
-    """METRICS in vLLM's metric classes, which show them in /metrics, and TIER_METRICS if there is a tier. All series
-    exist from the first report on, at 0.
+    """METRICS in vLLM's metric classes, which show them in /metrics, and TIER_METRICS if there is a tier; with a pool
+    those that are known there. All series exist from the first report on, at 0.
     """
 
     def __init__(
@@ -353,8 +361,12 @@ class CachePromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         check_names(self, PROMETHEUS)
         self._engines = per_engine_labelvalues
-        has_tier = TIER in vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._metrics = (*METRICS, *TIER_METRICS) if has_tier else METRICS
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        unknown = UNKNOWN_IN_POOL if POOL in options else ()
+        self._metrics = (
+            *(metric for metric in METRICS if metric.name not in unknown),
+            *(TIER_METRICS if TIER in options else ()),
+        )
 
     @cached_property
     def _series(self) -> Mapping[int, Mapping[str, Any]]:

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from cpu_prefix_cache.keeper.counts import Counts
 from cpu_prefix_cache.keeper.messenger import Messenger
 from cpu_prefix_cache.keeper.protocol import Kind
 from cpu_prefix_cache.keeper.questions import Question, Questions
@@ -31,7 +32,7 @@ from cpu_prefix_cache.keeper.takes import Takes, Write
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
-from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics, PoolStatistics
+from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
@@ -95,6 +96,7 @@ class KeptCache:
         self._ready_on = dict.fromkeys(range(ranks), ready_slots)
         self._ledger = TransferLedger(ranks)
         self._questions, self._takes = Questions(messenger), Takes(messenger, device)
+        self._pool_counts = Counts(messenger)
         self._running: dict[Hashable, _Running] = {}
         self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
         self._ids = count()
@@ -166,8 +168,11 @@ class KeptCache:
                 self._questions.answered(connection, message)
             elif message.kind is Kind.TOOK and (write := self._takes.answered(message)) is not None:
                 self._plan_store(write)
+            elif message.kind is Kind.COUNTED:
+                self._pool_counts.answered(message)
         self._questions.passed(now)
         self._takes.passed(now)
+        self._pool_counts.passed(now, self._ids)
 
     def admit(self, request: Request, n0: int, boundary: int | None = None, now: float | None = None) -> None:
         """As CPUPrefixCache."""
@@ -300,13 +305,14 @@ class KeptCache:
         return len(self._ledger) > 0 or len(self._takes) > 0 or len(self._questions) > 0
 
     def statistics(self) -> CacheStatistics:
-        """Counts of this engine. Only the keeper counts the slots."""
+        """Counts of this engine, but those of the pool, which are the keeper's (`counts.py`)."""
         loading = len(self._ledger.loads)
         return CacheStatistics(
-            pool=PoolStatistics(self._num_slots, self._ready),
+            pool=self._pool_counts.statistics(self._num_slots, self._ready),
             running=len(self._running),
             storing=len(self._ledger) - loading,
             loading=loading,
+            store_refusals=self._takes.refused,
             hit_tokens=self._hit_tokens,
             hints=NO_HINTS,
             **self._counts,

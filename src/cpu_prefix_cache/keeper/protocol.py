@@ -8,9 +8,11 @@
     commit     numbers: how many were written          -       of the take with this id, from its first slot on
     release    -                                       -       of the run with this id
     name       keys: namespace                         -       the engine's weights have changed
+    count      -                                       counted numbers: of the pool's slots (counts.py)
 
-`run` and `take` have an id, which the engine counts up and the answer repeats. A file descriptor goes with `hello` and
-`welcome`. Messages of one socket are carried out in their order, so a `release` may be sent before the answer.
+`run`, `take` and `count` have an id, which the engine counts up and the answer repeats. A file descriptor goes with
+`hello` and `welcome`. Messages of one socket are carried out in their order, so a `release` may be sent before the
+answer.
 
     | length 4 | version 1 | kind 1 | bytes of a key 2 | id 8 | numbers 4 | keys 4 | numbers, 8 each | keys |
 
@@ -26,13 +28,14 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("=IBBHQII")
 NUMBER_BYTES = 8
 MOST_BYTES = 64 << 20  # of a message: keys of two million chunks
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32  # rule 14: keys lead to bytes of other processes
 NOBODY = 0  # no engine has this number
+NUM_COUNTED = 9  # numbers of a `counted`
 
 
 class Kind(IntEnum):
@@ -48,6 +51,8 @@ class Kind(IntEnum):
     COMMIT = 8
     RELEASE = 9
     NAME = 10
+    COUNT = 11
+    COUNTED = 12
 
 
 class Message(NamedTuple):
@@ -74,8 +79,9 @@ _SHAPES = {
     Kind.COMMIT: _Shape(1),
     Kind.RELEASE: _Shape(0),
     Kind.NAME: _Shape(0, NAMESPACE_BYTES),
+    Kind.COUNT: _Shape(0),
 }
-_ANSWERS = {Kind.RUN: Kind.RAN, Kind.TAKE: Kind.TOOK}
+ANSWERS = {Kind.RUN: Kind.RAN, Kind.TAKE: Kind.TOOK, Kind.COUNT: Kind.COUNTED}
 
 
 class ProtocolError(PrefixCacheError):
@@ -117,8 +123,12 @@ def check_greeted(answer: Message) -> None:
 
 def check_answered(asked: Message | None, answer: Message, num_slots: int) -> None:
     """Raise ProtocolError unless this is an answer to that question, in a pool of so many slots."""
-    if asked is None or answer.kind is not _ANSWERS[asked.kind]:
+    if asked is None or answer.kind is not ANSWERS[asked.kind]:
         raise ProtocolError(f"got {answer.kind.name} {answer.id}, and no question with this number")
+    if answer.kind is Kind.COUNTED:
+        if len(answer.numbers) != NUM_COUNTED:
+            raise ProtocolError(f"got {answer.kind.name} of {len(answer.numbers)} numbers")
+        return
     first, slots = 0, answer.numbers
     if answer.kind is Kind.TOOK and len(slots) >= 2:
         first, slots = slots[1], slots[2:]

@@ -57,6 +57,7 @@ class Takes:
         self._messenger, self._device = messenger, device
         self._open: dict[int, Take] = {}
         self._again: list[Take] = []
+        self.refused = 0  # chunks for which there was no room
 
     def __len__(self) -> int:
         return len(self._open) + len(self._again)
@@ -87,6 +88,7 @@ class Takes:
         if try_again:
             self._again.append(take)
         else:  # all are there, there is no room, or what comes before them has left the pool
+            self.refused += 0 if slots else len(take.keys) - first
             self.drop(take)
         return None
 

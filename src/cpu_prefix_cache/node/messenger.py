@@ -19,7 +19,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cpu_prefix_cache.keeper.protocol import Kind, Message, ProtocolError, Received, check_answered, encoded
+from cpu_prefix_cache.keeper.protocol import (
+    ANSWERS,
+    Kind,
+    Message,
+    ProtocolError,
+    Received,
+    check_answered,
+    encoded,
+)
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.node.hello import READ_BYTES, RETRY_SECONDS, connect, greet
@@ -144,7 +152,7 @@ class SocketMessenger:
             self._unsent.clear()
         if sent:
             connected.sendall(b"".join(map(encoded, sent)))
-        return {message.id: message for message in sent if message.kind in (Kind.RUN, Kind.TAKE)}
+        return {message.id: message for message in sent if message.kind in ANSWERS}
 
     def _again(self) -> socket.socket | None:
         """The next connection; None where there will be none."""

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import (
@@ -280,6 +281,8 @@ class Server:
         elif kind is Kind.TAKE:
             granted = keeper.take(engine, id, keys)
             self._send(connection, Message(Kind.TOOK, id, (granted.try_again, granted.first, *granted.slots)))
+        elif kind is Kind.COUNT:
+            self._send(connection, Message(Kind.COUNTED, id, counted(keeper.statistics())))
         elif kind is Kind.COMMIT:
             keeper.commit(engine, id, numbers[0])
         elif kind is Kind.RELEASE:

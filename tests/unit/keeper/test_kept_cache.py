@@ -202,6 +202,39 @@ def test_a_request_goes_on_while_its_load_is_in_flight():
     assert engine.reports(load).kind is Kind.RELEASE and not engine.line.uses
 
 
+def counts_of(engine):
+    pool = engine.cache.statistics().pool
+    return pool.cached, pool.protected, pool.evictions
+
+
+def test_the_keeper_is_queried_for_its_counts_once_a_second_and_nobody_waits():
+    engine = Engine()
+    for now in (10.0, 10.9, 11.0, 11.5, 12.0):
+        engine.cache.passed(now)
+    assert engine.line.kinds() == [Kind.COUNT] * 2 and not engine.cache.has_transfers
+    assert counts_of(engine) == (0, 0, 0)
+
+
+def test_counts_of_a_pool_go_on_with_the_keeper_that_comes_next():
+    """Evictions are those since this engine joined."""
+    engine, shown = Engine(), []
+    for cached, evictions in ((7, 100), (5, 110), (2, 3), (2, 4)):
+        engine.cache.passed(2.0 * len(shown))
+        engine.cache.passed(2.0 * len(shown) + 1)
+        engine.line.answer(Kind.COUNTED, 1, 2, cached, 0, 1, 4, evictions, 0, 0)
+        engine.cache.passed(2.0 * len(shown) + 1)
+        shown.append(counts_of(engine))
+    assert shown == [(7, 4, 0), (5, 4, 10), (2, 4, 13), (2, 4, 14)]
+
+
+def test_chunks_for_which_the_pool_has_no_room_are_counted():
+    engine = Engine()
+    engine.computes()
+    engine.line.answer(Kind.TOOK, False, 1)
+    engine.cache.passed(0.0)
+    assert engine.cache.statistics().store_refusals == 3
+
+
 def test_a_drafter_that_looks_ahead_is_refused():
     with pytest.raises(ConfigurationError, match="knows no drafter"):
         Engine(lookahead=GRID)
