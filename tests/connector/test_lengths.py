@@ -109,7 +109,7 @@ def test_gpt2_has_its_length_under_another_name():
         assert made.max_model_len == 96
 
 
-@pytest.mark.parametrize("length", [0, 97])
-def test_a_length_that_the_model_cannot_have_is_refused(length):
-    with pytest.raises(ConfigurationError, match=f"max_model_len must be from 1 to 96, got {length}"):
+@pytest.mark.parametrize(("length", "must"), [(0, "a whole number of at least 1"), (97, "from 1 to 96")])
+def test_a_length_that_the_model_cannot_have_is_refused(length, must):
+    with pytest.raises(ConfigurationError, match=f"max_model_len must be {must}, got {length}"):
         cache_of("gpt2", max_model_len=length)
