@@ -2,8 +2,9 @@
 
     folder/vllm             a copy of the package installed, and the Python files of the release over it
     folder/vllm-*.dist-info its metadata, which mark it as one for CPUs
+    folder/...              packages that it has come to need
 
-Enough for schedulers, block pools and connectors. Nothing is computed with it.
+Its models compute with the kernels of the release before, as far as these have the same names and arguments.
 """
 
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 KERNELS = (".so",)
 CPU = "+cpu"  # by which vLLM knows what it was built for
+NEW = ("orjson",)  # required from 0.33 on
 
 
 def lay_over(release: str, python: Path, folder: Path) -> None:
@@ -30,6 +32,8 @@ def lay_over(release: str, python: Path, folder: Path) -> None:
             if name.startswith(("vllm/", f"vllm-{release}.dist-info/")) and not name.endswith(KERNELS):
                 files.extract(name, folder)
     _say_that_it_is_for_cpus(folder, release)
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *NEW]
+    subprocess.run(install, check=True, capture_output=True, text=True)
     shutil.rmtree(downloads)
 
 

@@ -190,6 +190,8 @@ class Server:
         """New weights, and the call that vLLM documents for them: reset_prefix_cache(reset_connector=True)."""
         self.manager.reset_cache()
         self.weights = weights
+        if flushed := getattr(self.manager, "on_reset_flushed", None):  # from 0.33 on, when no worker writes any more
+            flushed()
 
     def close(self) -> None:
         del self.rows
