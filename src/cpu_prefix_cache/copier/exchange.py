@@ -75,17 +75,17 @@ class Whole(Event):
 
     def passed(self) -> bool:
         while self.left and self.left[0].passed():
-            ended = self.left.popleft()
-            self.found += () if self.error is not None else ended.end.unfit()
+            self.found += () if self.error is not None else self.left[0].end.unfit()
+            self.left.popleft()  # last: whatever interrupts this, it is asked again
         if self.left:
             return False
         raise_failure(self.error)
         return True
 
     def until_passed(self) -> None:
-        for portion in list(self.left):
-            portion.until_passed()
-        self.passed()
+        while not self.passed():  # or another thread asks a portion just then
+            for portion in list(self.left):
+                portion.until_passed()
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier import exchange
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
-from cpu_prefix_cache.copier.exchange import PORTION_BYTES, Whole, cut, exchanges
+from cpu_prefix_cache.copier.exchange import PORTION_BYTES, Portion, Whole, cut, exchanges
 from cpu_prefix_cache.copier.pace import RATED_BYTES, RATED_LOADS
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
@@ -396,6 +396,56 @@ def test_without_threads_an_interrupt_is_raised_and_all_resolve():
     with pytest.raises(KeyboardInterrupt):
         worker.run(StepPlan(0, (*PAIR, load(1, id=10, after=()))))
     assert resolved(worker, (), {0, 9, 10})
+
+
+class Unfit(Passed):
+    """The end of a store whose piece does not fit. The first question for it is interrupted."""
+
+    def __init__(self, block):
+        self.block, self.asked = block, 0
+
+    def unfit(self):
+        self.asked += 1
+        if self.asked == 1:
+            raise KeyboardInterrupt
+        return [self.block]
+
+
+def test_a_report_that_is_interrupted_hides_no_piece_that_does_not_fit():
+    copier = EndingAtOnce()
+    copier.submit = lambda direction, copies, after: Unfit(copies[0].host_blocks[0]) if direction is STORE else Passed()
+    worker = CopyWorker(0, copier)
+    worker.run(StepPlan(0, (store([50, 51], [0, 1], after=()), load(2, num_bytes=4 * PORTION_BYTES))))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            worker.report()
+    assert worker.report().unfit == ((0, (50, 51)),)
+
+
+def test_a_wait_for_the_end_raises_a_failure_although_another_thread_asks_meanwhile():
+    whole = Whole(load(2), error=RuntimeError("the device is gone"))
+    first, second = (Portion(whole, at, load(2).copies[0], []) for at in range(2))
+    for portion in (first, second):
+        portion.submit(EndingAtOnce(), Passed())
+        whole.left.append(portion)
+    asks, goes_on = threading.Event(), threading.Event()
+    other = threading.Thread(target=second.until_passed)
+
+    def until_passed():
+        if threading.current_thread() is other:
+            asks.set()
+            goes_on.wait(10)
+
+    def passed():  # both are awaited, and then the other thread asks the second
+        other.start()
+        threading.Timer(0.05, goes_on.set).start()
+        return asks.wait(10)
+
+    first.end.own.until_passed = lambda: None
+    first.end.own.passed, second.end.own.until_passed = passed, until_passed
+    with pytest.raises(RuntimeError, match="gone"):
+        whole.until_passed()
+    other.join()
 
 
 def test_stores_go_on_if_the_load_is_cancelled_before_it_is_taken_up(threaded, held):
