@@ -41,6 +41,8 @@ class Shared(Event):
     def hold(self, hold: Callable[[Event], object]) -> None:
         """`hold` is given the copier's own event, because streams wait for no other. What it raises is a failure."""
         try:
+            if self._error is not None:
+                raise self._error
             hold(self.own)
         except Exception as error:
             self._error = error

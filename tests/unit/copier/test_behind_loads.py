@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -209,6 +210,22 @@ def test_a_section_that_fails_is_a_failure_of_all_loads_that_it_was_of(worker, c
         with pytest.raises(CopyFailed):
             replace(worker.end_of(load), section=0).until_passed()
     assert worker.report().failed == {0, 1}
+
+
+def test_compute_goes_on_with_no_section_that_was_seen_to_fail(worker, copier):
+    ends = [RaisingOnce(0), Waiting(threading.Event())]
+    copier.submit_sections = lambda copies, after, submitted: [*map(submitted, ends)]
+    worker.run(StepPlan(0, (held(0, 5),)))
+    end = replace(worker.end_of(0), section=0)
+    assert eventually(lambda: worker.end_of(0).copy.event is not None)
+    with suppress(CopyFailed):
+        end.until_passed()
+    try:
+        with pytest.raises(CopyFailed):
+            end.hold(copier.hold_compute)
+        assert not copier.behind
+    finally:
+        ends[1].over.set()
 
 
 def test_a_load_has_failed_when_nothing_of_it_is_in_flight(worker, copier):
