@@ -357,6 +357,9 @@ def _end(
     arena: HostArena | None,
 ) -> None:
     _drain(copies)
+    for copy in list(copies.values()):  # for it may be that nobody reports any more
+        if copy.went_well is None and ended(copy) is False:
+            copy.went_well = False
     for queue in jobs:
         queue.put(None)
     for thread in threads:

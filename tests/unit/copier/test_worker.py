@@ -431,6 +431,25 @@ def test_a_failure_that_is_raised_once_is_noted_by_whoever_sees_it(worker, copie
     assert worker.report().failed == {0} and not worker.report().done
 
 
+@pytest.mark.parametrize("end", [CopyWorker.close, lambda worker: None])
+def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(copier, end, caplog):
+    worker = CopyWorker(0, copier)
+    copier.submit = lambda direction, copies, after: RaisingOnce()
+    worker.run(plan(0))
+    end(worker)
+    del worker
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == ["transfer 0 failed: the device is gone"]
+
+
+def test_a_failure_is_logged_once(worker, copier, caplog):
+    copier.submit = lambda direction, copies, after: RaisingOnce()
+    worker.run(plan(0))
+    worker.close()
+    worker.report()
+    assert len(caplog.records) == 1
+
+
 def test_settled_transfers_are_forgotten(worker, copier):
     worker.run(plan(0, 1, 2, 3, cancelled=(2, 9)))
     worker.run(plan(4, failed=True))
