@@ -120,6 +120,8 @@ class TieredCache(CPUPrefixCache):
         self._queued: dict[Any, Request] = {}  # neither wanted nor looked up, in the order in which they came
         self._open: dict[Want, None] = {}  # those that are not ended, in the same order
         self._slices: dict[Any, tuple[Promotion, Want, int]] = {}  # promotions in flight by id, and their blocks
+        self._unread = 0  # bytes that wants which are not over have still to ask for
+        self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
         self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
         self._trial_budget = min(
             self._budget, max(planner.host_blocks_per_chunk, TRIAL_BYTES // planner.host_block_bytes)
@@ -183,16 +185,6 @@ class TieredCache(CPUPrefixCache):
         """Bytes to be read before anything that is requested now."""
         return self.below.queue_bytes + self._unread
 
-    @property
-    def _unread(self) -> int:
-        """Bytes that wants have still to ask for. O(open wants)."""
-        return sum(want.unread for want in self._open)
-
-    @property
-    def _promoted(self) -> int:
-        """Host blocks of promotions in flight, and of what has landed for open wants. O(both)."""
-        return sum(blocks for _, _, blocks in self._slices.values()) + sum(want.blocks for want in self._open)
-
     def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
         candidates = self._reachable(request, n0, host_end)
         if not candidates:
@@ -213,6 +205,7 @@ class TieredCache(CPUPrefixCache):
         want = Want(request, depth, depth, host_end, deadline, unread=chosen.num_bytes)
         self._wants[request.id] = want
         self._open[want] = None
+        self._unread += want.unread
         return want
 
     def _deadline(self, num_bytes: int) -> float:
@@ -221,8 +214,7 @@ class TieredCache(CPUPrefixCache):
 
     def _want_queued(self) -> None:
         """Note wants of queued requests, first come, first served, as far as there is room."""
-        room = self._budget - self._promoted - self._unread // self.planner.host_block_bytes
-        while self._queued and room > 0:
+        while self._queued and self._promoted + self._unread // self.planner.host_block_bytes < self._budget:
             request = next(iter(self._queued.values()))
             early = self._early(request)
             if early is None:
@@ -231,7 +223,6 @@ class TieredCache(CPUPrefixCache):
             chosen, host_end = early
             if chosen is not None:
                 self._noted(request, chosen, host_end, NEVER)
-                room -= chosen.num_bytes // self.planner.host_block_bytes
 
     def _want_expected(self) -> None:
         """Note a want of the first expected prompt if no request waits for the tier; else end it, to begin again."""
@@ -404,8 +395,10 @@ class TieredCache(CPUPrefixCache):
             if not isinstance(load, LoadTransfer):
                 continue
             has_read = True
-            store, want, _ = self._slices.pop(load.owner)
-            want.blocks += self._num_blocks(store.nodes[: load.good]) if ended.ok and want in self._open else 0
+            store, want, blocks = self._slices.pop(load.owner)
+            kept = self._num_blocks(store.nodes[: load.good]) if ended.ok and want in self._open else 0
+            want.blocks += kept
+            self._promoted += kept - blocks
             self._committed(self.edge.promoted(store, ended.ok, load.good))
         for want in list(self._open) if has_read else ():
             if want.has_begun and not want.is_over:
@@ -453,7 +446,9 @@ class TieredCache(CPUPrefixCache):
         self.below.edge.check_valid()
         for transfer, _, _ in self._slices.values():
             assert transfer in list(self.edge.ledger), "a promotion was resolved before the tier had read it"
-        assert self._promoted <= self._budget, "more blocks are promoted than may be"
+        promoted = sum(blocks for _, _, blocks in self._slices.values()) + sum(want.blocks for want in self._open)
+        assert self._unread == sum(want.unread for want in self._open), "what is to be read is miscounted"
+        assert self._promoted == promoted <= self._budget, "promoted blocks are miscounted, or more than may be"
 
     # Details
 
@@ -475,6 +470,8 @@ class TieredCache(CPUPrefixCache):
         """Its lease ends. What is being read for it goes on."""
         self._over(want)
         self._open.pop(want, None)
+        self._promoted -= want.blocks
+        want.blocks = 0
         if want.lease is not None:
             self.pool.unpin(want.lease)
             want.lease = None
@@ -482,6 +479,7 @@ class TieredCache(CPUPrefixCache):
     def _over(self, want: Want) -> None:
         """Nothing more is read for it."""
         want.is_over = True
+        self._unread -= want.unread
         want.unread = 0
 
     def _begin(self, want: Want) -> None:
@@ -565,7 +563,10 @@ class TieredCache(CPUPrefixCache):
             return 0
         blocks = self._num_blocks(store.nodes)
         self._slices[store.id] = store, want, blocks
-        want.unread = max(0, want.unread - blocks * self.planner.host_block_bytes)
+        self._promoted += blocks
+        asked = min(want.unread, blocks * self.planner.host_block_bytes)
+        want.unread -= asked
+        self._unread -= asked
         self.below.read(store.id, chain.first(len(store.nodes)), store.nodes)
         return len(store.nodes)
 

@@ -104,6 +104,32 @@ def test_a_long_queue_is_noted_no_further_than_it_is_read():
     assert [*engine.cache._wants] == ["abcd", "efgh"] and engine.seen.asked == 0  # none was looked up
 
 
+class Counted(dict):
+    """Counts how often all of it is gone over."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def times_over(wants):
+    """The times that all wants are gone over: while as many prompts are queued, and in the step that reads them."""
+    prompts = [chr(ord("a") + at) for at in range(wants)]
+    engine = with_tier(*prompts, host=4 * wants)
+    engine.cache._open = Counted()
+    queues(engine, *prompts)
+    queued = engine.cache._open.times
+    engine.cache.step()
+    assert len(engine.cache._open) == len(engine.cache._slices) == wants
+    return queued, engine.cache._open.times - queued
+
+
+def test_no_prompt_and_no_read_costs_a_look_at_all_that_wait():  # rule 16
+    assert times_over(wants=20) == times_over(wants=2)
+
+
 def test_a_prompt_that_computing_brings_sooner_is_left_until_it_is_looked_up():
     engine = with_tier("abcd")
     engine.measures(rate=100.0, prefill=1_000.0)
