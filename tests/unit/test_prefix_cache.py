@@ -955,6 +955,20 @@ def test_no_more_waits_for_room_than_the_device_can_have():
         assert 0 < len(engine.cache.edge.offload._left) <= 8 // 3
 
 
+class NotGoneOver(dict):
+    def values(self):
+        raise AssertionError("all that wait for room were looked at")
+
+
+def test_a_request_that_is_left_costs_no_look_at_the_others_that_are():  # rule 16
+    engine = Engine("eager", device=8, host=8, ready_blocks=0)
+    offload = engine.cache.edge.offload
+    offload._left = NotGoneOver()
+    for prompt in ("abc", "xyz", "pqr", "abc"):
+        engine.serves(prompt)
+    assert [*offload._left] == ["pqr", "abc"] and offload._left_chunks == 6
+
+
 def test_nothing_is_tried_again_while_the_host_does_not_grow(monkeypatch):
     engine, tried = Engine("eager", host=9, ready_blocks=2), list[str]()
     for prompt in ("abc", "xyz", "pqrs"):

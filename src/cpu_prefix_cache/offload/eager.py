@@ -32,6 +32,7 @@ class Eager(Offload):
         self._due: dict[Hashable, Running] = {}
         self._unfit: dict[bytes, None] = {}  # the first of each store, in their order; as many as the device holds
         self._left: dict[Hashable, Running] = {}  # ended before the host had room for them
+        self._left_chunks = 0  # of these
         self._left_at = 0  # host blocks that were ready when these were tried last
 
     # Reported
@@ -61,6 +62,7 @@ class Eager(Offload):
         self._due.clear()
         self._unfit.clear()
         self._left.clear()
+        self._left_chunks = 0
 
     # Asked
 
@@ -79,17 +81,23 @@ class Eager(Offload):
             missing = running.confirmed - self._stores.covered_run(running.keys, 0, running.confirmed)
             if pool.ready < pool.capacity and missing * pool.shape.blocks_per_chunk > len(pool.free):
                 break
-            del self._left[running.id]
+            self._drop(running.id)
             self._store_ended(running)
 
     def _store_ended(self, running: Running) -> None:
         refusals = self._stores.refusals
         self._store_confirmed(running, ended=True)
         if self._stores.refusals > refusals and self._pool.ready < self._pool.capacity:
-            self._left.pop(running.id, None)
+            self._drop(running.id)
             self._left[running.id] = running
-            while sum(each.confirmed for each in self._left.values()) > self._stores.device_chunks:
-                del self._left[next(iter(self._left))]
+            self._left_chunks += running.confirmed
+            while self._left_chunks > self._stores.device_chunks:
+                self._drop(next(iter(self._left)))
+
+    def _drop(self, id: Hashable) -> None:
+        """It waits for room no more."""
+        if (running := self._left.pop(id, None)) is not None:
+            self._left_chunks -= running.confirmed
 
     def _store_confirmed(self, running: Running, *, ended: bool = False) -> None:
         """Store the confirmed chunks and checkpoints of a request that the host lacks.
