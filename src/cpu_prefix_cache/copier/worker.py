@@ -217,7 +217,8 @@ class CopyWorker:
                 copy.submission.set_result(None)
 
     def _exchange(self, load: CopyRecord, stores: Sequence[CopyRecord], before: Sequence[CopyRecord]) -> None:
-        exchange = Exchange(load, stores, [each for each in before if each not in stores], self._copier)
+        own = {load, *stores}
+        exchange = Exchange(load, stores, [each for each in before if each not in own], self._copier)
         for direction, jobs in self._jobs.items():
             jobs.put(partial(exchange.submit, direction))
         if not self._jobs:
