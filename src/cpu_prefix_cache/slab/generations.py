@@ -36,20 +36,16 @@ class Kept(NamedTuple):
 
 class Generations:
     """Generations in an open `folder`, with those `kept` on disk. `first` is the first generation that no record had
-    when this was opened, and the range that it begins is taken. `was_reset`: whether there was a reset since the last
-    opening.
+    when this was opened, and the range that it begins can be used once it is taken. `was_reset`: whether there was a
+    reset since the last opening.
     """
 
     def __init__(self, folder: int, kept: Kept) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self.first = begin_of(kept.last + 1)
-        is_marked = MARK in os.listdir(folder)
-        self.was_reset = is_marked or kept.was_reset
+        self.was_reset = MARK in os.listdir(folder) or kept.was_reset
         self._is_marked = False
         self.floor = self.first if self.was_reset else kept.floor
-        self._write(self.floor, kept.last + 1)
-        if is_marked:
-            remove_durably(folder, MARK)
 
     @property
     def is_floor_kept(self) -> bool:
@@ -59,7 +55,12 @@ class Generations:
     def begin_after(self, generation: int) -> None:
         """Serve nothing from before: a record has this generation, of a later range than those kept."""
         self.first = self.floor = begin_of(range_of(generation) + 1)
+
+    def take(self) -> None:
+        """Take the range of `first`. Last in an opening: one that fails before leaves what the next one goes by."""
         self._write(self.floor, range_of(self.first))
+        if self.was_reset:
+            remove_durably(self._folder, MARK)
 
     def advance(self, floor: int) -> None:
         """Serve nothing below `floor` any more. In memory alone, and without the lock: another thread may have it, and

@@ -58,6 +58,7 @@ class Slab:
         try:
             self.records = RecordFile(folder.records, folder.slots)
             self._check_moment(folder.generations.first)
+            folder.generations.take()
             self.next_generation = folder.generations.first
             self._begin_direct()
         except BaseException:

@@ -7,10 +7,12 @@ A letter stands for the bytes that the old weights compute, its capital for thos
 import itertools
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from cpu_prefix_cache.messages.generations import begin_of, range_of
+from cpu_prefix_cache.slab import slab
 from cpu_prefix_cache.slab.generations import MARK
 from tests.unit.slab.small_slab import BLOCK, Letters, label, open_slab, page
 
@@ -29,15 +31,15 @@ def reset_for_new_weights(letters):
 
 def found(path):
     """Letters from before that a process is served which opens the folder."""
-    slab = open_slab(path)
+    opened = open_slab(path)
     served = ""
-    for slot in range(slab.slots):
-        record, view = slab.record(slot), page()
-        if record is None or record.label.generation >= slab.next_generation:
+    for slot in range(opened.slots):
+        record, view = opened.record(slot), page()
+        if record is None or record.label.generation >= opened.next_generation:
             continue
-        if not slab.read([slot], [view], [record.label]):
+        if not opened.read([slot], [view], [record.label]):
             served += chr(view[0])
-    slab.close()
+    opened.close()
     return served
 
 
@@ -66,3 +68,13 @@ def test_files_of_several_moments_serve_nothing_of_the_new_weights(tmp_path, are
 
 def test_control_files_of_one_moment_serve_what_was_there(tmp_path):
     assert found(copied(tmp_path, (False,) * len(FILES))) == "abc"
+
+
+@pytest.mark.parametrize("are_late", MOMENTS, ids=lambda late: "".join("ba"[each] for each in late))
+def test_an_opening_that_fails_leaves_what_the_next_one_goes_by(tmp_path, are_late, monkeypatch):
+    copy = copied(tmp_path, are_late)
+    with monkeypatch.context() as patched:
+        patched.setattr(slab, "RecordFile", Mock(side_effect=OSError("the disk is slow to wake")))
+        with pytest.raises(OSError, match="slow"):
+            open_slab(copy)
+    assert found(copy) in ("", "abc")
