@@ -1,6 +1,6 @@
 """The record of one transfer on one rank, from its plan until a plan calls it resolved, and how it is seen to end.
 
-Any thread may ask; the one that reports sees to it that a failure is logged once.
+Any thread may ask; the one that reports, or ends the worker, sees to it that a failure is logged once.
 """
 
 import logging
