@@ -73,7 +73,7 @@ def test_a_step_in_which_nothing_happens_costs_nothing():
         for _ in range(1_000):
             fleet.cache.step()
         assert fleet.cache.statistics().work - before[0] <= 64
-        assert fleet.device.calls - before[1] <= 3 * 1_000 + 64, "a look at the first that waits"
+        assert fleet.device.calls - before[1] <= 4 * 1_000 + 64, "a look at the first two that wait"
 
 
 def test_a_lookup_that_waits_for_a_load_does_not_read_the_whole_prompt(monkeypatch):

@@ -201,10 +201,8 @@ class Lazy(Eager):
     def _progress(self) -> tuple[Any, ...]:
         """Changes when something may be left to be done: blocks came or went, stores have ended, the host has grown."""
         writing = self._stores.ledger.writing
-        left = (name for name in self._front if name not in writing)
-        first = next(left, None)
-        keyed = first if isinstance(first, bytes) else next((name for name in left if isinstance(name, bytes)), None)
-        is_there = all(name is None or self._waits(name) for name in (first, keyed))
+        first = islice((name for name in self._front if name not in writing), 2)  # one of them may have come back
+        is_there = all(map(self._waits, first))
         return self._device.num_waiting, len(self._front), is_there, self._stores.ledger.num_resolved, self._pool.ready
 
     def _read_before(self, count: int) -> tuple[Places, Name | None]:
