@@ -343,7 +343,7 @@ def test_weights_that_are_not_those_of_the_files_need_a_revision(tmp_path, path)
         config.load_config.load_format = format
         return identity(config)
 
-    for format in ("dummy", "tensorizer", "modelexpress", "of a plugin"):
+    for format in ("dummy", "tensorizer", "modelexpress", "ipc_cache", "of a plugin"):
         with pytest.raises(ConfigurationError, match=f"load_format '{format}' .* give the tier a revision"):
             loaded(format, of_files)
         assert loaded(format, tier(path))

@@ -8,7 +8,8 @@ from connector.tier.weights import weights_of
 from cpu_prefix_cache import ConfigurationError
 
 # Formats that are read from the files of the model's folder, or of its commit. Dummies are random, also where nothing
-# sets them, and others come from where their own options say.
+# sets them; others come from where their own options say; and a daemon (ipc_cache) hands out what it read when it was
+# started, to whoever has files with the same names and shapes.
 FORMATS = (
     "auto",
     "bitsandbytes",
@@ -16,7 +17,6 @@ FORMATS = (
     "gguf",
     "hf",
     "instanttensor",
-    "ipc_cache",
     "mistral",
     "npcache",
     "pt",
