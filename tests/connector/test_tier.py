@@ -5,7 +5,7 @@ import torch
 
 from builtin_models import build_model
 from connector.transformers import HostPrefixCache, identity
-from connector.transformers.identity import model_name, weights_revision
+from connector.transformers.identity import model_name, weights_revision, with_code
 from cpu_prefix_cache import SharedTier
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.testing import MemoryStore
@@ -178,6 +178,15 @@ def test_a_revision_changes_with_weights_and_configuration_alone():
     with torch.no_grad():
         next(reversed(list(same.parameters()))).reshape(-1)[0] += 1
     assert weights_revision(same) != weights_revision(model())
+
+
+def test_a_revision_is_the_same_in_whatever_order_a_configuration_has_its_fields():
+    """Some models make dictionaries of a set of names, whose order is another one in each process."""
+    one, other = model(), model()
+    for each, names in (one, "ab"), (other, "ba"):
+        each.config.rope_parameters = {name: {"rope_theta": 7.0} for name in names}
+    assert with_code("1", one) == with_code("1", other) != with_code("1", model())
+    assert weights_revision(one) == weights_revision(other) != weights_revision(model())
 
 
 def test_another_cache_finds_the_prefix_in_a_store_that_both_share():

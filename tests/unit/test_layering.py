@@ -166,7 +166,7 @@ def connectors_imported(name):
         ("common", set()),
         ("multi", set()),
         ("tier", set()),
-        ("transformers", set()),
+        ("transformers", {"tier"}),
         ("atom", {"common", "tier"}),
         ("vllm", {"common", "multi", "tier"}),
         ("vllm_offloading", set()),

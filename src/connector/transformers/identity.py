@@ -15,11 +15,11 @@ import transformers
 import xxhash
 from transformers import PreTrainedModel
 
+from connector.tier.namespace import digest
 from connector.transformers.changes import adapters_of
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 
 CHUNK_BYTES = 64 << 20  # of a tensor, brought to the host at once
-NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of a configuration
 LENGTH_BYTES = 8
 
 
@@ -30,25 +30,25 @@ def model_name(model: PreTrainedModel) -> str:
 
 def weights_revision(model: PreTrainedModel) -> str:
     """32 hexadecimal digits. Reads all weights, from their device: 0.2 s for each GB in the memory of a CPU."""
-    digest = hashlib.sha256()
+    revision = hashlib.sha256()
     for part in _parts(model):
-        digest.update(len(part).to_bytes(LENGTH_BYTES, "little") + part)
-    return digest.hexdigest()[:32]
+        revision.update(len(part).to_bytes(LENGTH_BYTES, "little") + part)
+    return revision.hexdigest()[:32]
 
 
 def with_code(revision: str, model: PreTrainedModel) -> str:
     """The revision, and what else decides what the model computes from its weights."""
-    configuration = hashlib.sha256(_configuration(model)).hexdigest()[:32]
+    configuration = _configuration(model)[:32]
     return f"{revision}, transformers {transformers.__version__}, configuration {configuration}"
 
 
-def _configuration(model: PreTrainedModel) -> bytes:
-    config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_OF_THE_MODEL}
-    return repr(sorted(config.items())).encode()
+def _configuration(model: PreTrainedModel) -> str:
+    """Its digest, the same in each process: some models have dictionaries in it whose order is that of a set."""
+    return digest(model.config.to_dict())
 
 
 def _parts(model: PreTrainedModel) -> Iterable[bytes]:
-    yield _configuration(model)
+    yield _configuration(model).encode()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
         yield _digest(tensor)
@@ -58,10 +58,10 @@ def _parts(model: PreTrainedModel) -> Iterable[bytes]:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    digest = xxhash.xxh3_128()
+    found = xxhash.xxh3_128()
     for chunk in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
-        digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.digest()
+        found.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 def named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
