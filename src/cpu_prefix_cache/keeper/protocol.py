@@ -88,7 +88,15 @@ class ProtocolError(PrefixCacheError):
     """The other end sends what this release does not understand, so the connection ends."""
 
 
-def encoded(message: Message) -> bytes:
+class OtherVersion(ProtocolError):
+    """The other end is of another release. It understands the header, and a refusal, in its own `version`."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"got a message of version {version}; this is version {VERSION}")
+        self.version = version
+
+
+def encoded(message: Message, version: int = VERSION) -> bytes:
     """The bytes of a message.
 
     >>> received = Received()
@@ -100,7 +108,7 @@ def encoded(message: Message) -> bytes:
     width = len(message.keys[0]) if message.keys else 0
     length = HEADER.size + len(numbers) + len(keys)
     counts = len(message.numbers), len(message.keys)
-    return HEADER.pack(length, VERSION, message.kind, width, message.id, *counts) + numbers + keys
+    return HEADER.pack(length, version, message.kind, width, message.id, *counts) + numbers + keys
 
 
 def check_asked(message: Message) -> None:
@@ -159,8 +167,10 @@ class Received:
         length, version, kind, width, id, num_numbers, num_keys = HEADER.unpack_from(buffer)
         keys_begin = HEADER.size + NUMBER_BYTES * num_numbers
         is_whole = length == keys_begin + width * num_keys and bool(width) == bool(num_keys)
-        if version != VERSION or kind not in _KINDS or not is_whole:
-            raise ProtocolError(f"got a message of version {version} and kind {kind}; this is version {VERSION}")
+        if version != VERSION:
+            raise OtherVersion(version)
+        if kind not in _KINDS or not is_whole:
+            raise ProtocolError(f"got a message of kind {kind} that is none")
         if length > MOST_BYTES:
             raise ProtocolError(f"got a message of {length} bytes; the longest has {MOST_BYTES}")
         if len(buffer) < length:

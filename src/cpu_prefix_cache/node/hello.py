@@ -55,7 +55,7 @@ def greet(connected: socket.socket, hello: Message, files: Sequence[int], is_lat
                 continue
             got += new
             if not some:
-                raise ConnectionResetError("its socket has ended")
+                raise ConnectionResetError("it ended the connection, as one of another release does")
             received.feed(some)
             for message in received:
                 check_greeted(message)

@@ -52,7 +52,7 @@ class Seat:
             try:
                 return cls._first(path, hello, deadline)
             except (OSError, ProtocolError) as failed:
-                if time.monotonic() > deadline:
+                if time.monotonic() + RETRY_SECONDS > deadline:
                     raise ConfigurationError(
                         f"no keeper answers at {path} ({failed}); start one: cpu-prefix-cache keep "
                         f"--socket {path} --host-bytes ..."

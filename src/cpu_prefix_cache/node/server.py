@@ -30,8 +30,10 @@ from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import (
     NOBODY,
+    VERSION,
     Kind,
     Message,
+    OtherVersion,
     ProtocolError,
     Received,
     check_asked,
@@ -232,11 +234,11 @@ class Server:
         free = (each for each in range(1, MOST_ENGINES + 1) if each not in taken)
         return next((each for each in free if not is_present(region.files[1], each)), NOBODY)
 
-    def _refuse(self, connection: _Connection, sentence: str) -> None:
+    def _refuse(self, connection: _Connection, sentence: str, version: int = VERSION) -> None:
         logger.warning("an engine was refused: %s", sentence)
         connection.hello = None
         _close_files(connection)
-        self._send(connection, Message(Kind.REFUSED, keys=(sentence.encode(),)))
+        self._send(connection, Message(Kind.REFUSED, keys=(sentence.encode(),)), version)
 
     # Messages
 
@@ -249,7 +251,9 @@ class Server:
         except BlockingIOError:
             return  # the event was of an earlier socket with this number
         except (OSError, ProtocolError, MisuseError) as error:
-            if not isinstance(error, OSError):
+            if isinstance(error, OtherVersion) and connection.number == NOBODY:
+                self._refuse(connection, f"{error}; start the keeper and its engines of one release", error.version)
+            elif not isinstance(error, OSError):
                 logger.warning("engine %d is left alone: %s", connection.number, error)
             if connection.socket.fileno() in self._connections:
                 self._close(connection)
@@ -301,8 +305,8 @@ class Server:
                 self._open(adopted, [NOBODY])
         self._tick(time.monotonic())
 
-    def _send(self, connection: _Connection, message: Message) -> None:
-        connection.unsent += encoded(message)
+    def _send(self, connection: _Connection, message: Message, version: int = VERSION) -> None:
+        connection.unsent += encoded(message, version)
         self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:

@@ -1,5 +1,6 @@
 """Engines on the pool of a keeper that is a process of its own: what they find of each other, and all its bytes."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -584,6 +585,38 @@ def test_where_no_region_can_be_made_the_engine_alone_hears_of_it(served, monkey
     connected.sendall(HELLO)
     server.step()
     assert b"no memory" in connected.recv(1 << 16)
+
+
+def test_an_engine_of_another_release_is_refused_with_a_sentence_that_it_understands(served):
+    server, connected = served
+    for version in (VERSION - 1, VERSION + 1):
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(connected.getpeername())
+            other.sendall(encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,)), version))
+            server.step()
+            server.step()
+            answer = other.recv(1 << 16)
+            assert HEADER.unpack_from(answer)[1:3] == (version, Kind.REFUSED) and b"of one release" in answer
+            assert not other.recv(1), "it is left alone"
+
+
+def test_an_engine_names_another_release_where_a_keeper_hangs_up(tmp_path):
+    """A keeper of 0.2.0 ends the connection without an answer."""
+    with closing(socket.socket(socket.AF_UNIX)) as old:
+        old.bind(str(tmp_path / "kv.sock"))
+        old.listen()
+
+        def hang_up():
+            with contextlib.suppress(OSError):
+                while True:
+                    with old.accept()[0] as one:
+                        one.recv(1 << 16)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        pool = NodePool(f"unix:{tmp_path / 'kv.sock'}", model="m", revision="1", connect_seconds=0.3)
+        with pytest.raises(ConfigurationError, match="another release"):
+            HostCache(**options(None, pool=pool))
+        old.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_connection_that_sends_files_and_files_ends(served):
