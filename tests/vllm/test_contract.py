@@ -65,6 +65,7 @@ TOUCHED = {
     },
     "LoadConfig": {"load_format"},
     "ModelConfig": {
+        "code_revision",
         "dtype",
         "hf_config",
         "max_model_len",

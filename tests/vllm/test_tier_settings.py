@@ -275,6 +275,8 @@ def test_options_that_no_key_has_are_in_the_namespace(tmp_path, path):
         set_adapted,
         set_model(model_impl="transformers"),
         set_model(model_class_overrides={"LlamaForCausalLM": "mine:Llama"}),
+        set_model(code_revision="one"),
+        set_model(code_revision="other"),
         set_draft(None),
         set_draft("fp8_e5m2"),
     ]

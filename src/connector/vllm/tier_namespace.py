@@ -99,6 +99,7 @@ def _given(vllm_config: VllmConfig) -> dict[str, Value]:
         "adapted modules": None if adapters is None else adapters.target_modules,
         "model implementation": None if model.model_impl == "auto" else model.model_impl,
         "model classes": model.model_class_overrides,
+        "code revision": model.code_revision,
         "drafter dtype": None if speculative is None else speculative.kv_cache_dtype,
         **{name: os.environ.get(name) for name in VARIABLES},
     }
