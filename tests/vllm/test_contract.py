@@ -68,6 +68,7 @@ TOUCHED = {
         "code_revision",
         "dtype",
         "hf_config",
+        "hf_config_path",
         "max_model_len",
         "model",
         "model_class_overrides",

@@ -352,6 +352,23 @@ def test_weights_that_are_not_those_of_the_files_need_a_revision(tmp_path, path)
     assert loaded("auto", of_files) == loaded("safetensors", of_files)
 
 
+def test_a_commit_of_another_repository_names_no_weights(tmp_path, path):
+    """With --hf-config-path, as beside weights in GGUF, the commit that is known is that of the configuration."""
+    commit = "0123456789abcdef" * 2 + "01234567"
+    said = {name: value for name, value in tier(path).items() if name != "revision"}
+
+    def configured(**fields):
+        config = configure(tmp_path, said)
+        vars(config.model_config).update({"model": "org/model", **fields})
+        config.model_config.hf_config._commit_hash = commit
+        return identity(config)
+
+    assert configured() == configured(hf_config_path="org/model")
+    with pytest.raises(ConfigurationError, match=r"'org/model' has.*give the tier a revision"):
+        configured(hf_config_path="org/configuration")
+    assert configured(hf_config_path="org/configuration", revision=commit) == configured()
+
+
 def test_weights_of_a_hub_are_known_by_their_commit():
     commit = "0123456789abcdef" * 2 + "01234567"
     assert weights("org/model", commit=commit) == f"commit {commit}"

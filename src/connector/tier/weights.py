@@ -16,11 +16,14 @@ COMMIT_DIGITS = 40
 
 
 def weights_of(model: str, hf_config: Any, revision: str | None = None, place: str = "tier") -> str:
-    """A text that changes with the weights. Raises ConfigurationError if nothing identifies them."""
+    """A text that changes with the weights. `hf_config` is None where its commit is not theirs.
+
+    Raises ConfigurationError if nothing identifies them.
+    """
     files = weights_in(Path(model))
     if files is not None:
         return files
-    commit = vars(hf_config).get("_commit_hash")
+    commit = None if hf_config is None else vars(hf_config).get("_commit_hash")
     for known in (commit, revision):
         if known is not None and len(known) == COMMIT_DIGITS and not set(known) - set("0123456789abcdef"):
             return f"commit {known}"

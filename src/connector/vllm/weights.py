@@ -35,7 +35,12 @@ def weights_of_all(vllm_config: VllmConfig, place: str = "tier") -> str:
     _check_formats(vllm_config, place)
     draft = drafter_of(vllm_config)
     of_models = [vllm_config.model_config] if draft is None else [vllm_config.model_config, draft]
-    return ", ".join(weights_of(each.model, each.hf_config, each.revision, place) for each in of_models)
+    return ", ".join(weights_of(each.model, _config_beside(each), each.revision, place) for each in of_models)
+
+
+def _config_beside(model: Any) -> Any:
+    """The configuration, whose commit is that of the weights, too. None where it is of another repository."""
+    return model.hf_config if model.hf_config_path in (None, model.model) else None
 
 
 def _check_formats(vllm_config: VllmConfig, place: str) -> None:
