@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowMLASpec
 
-from connector.vllm.groups import device_blocks_per_chunk, has_replicas, planned_group_ids, planner_for
+from connector.vllm.groups import device_blocks_per_chunk, planned_group_ids, planner_for
 from cpu_prefix_cache.deciding import HybridChunkPlanner, conversation_bytes
 from tests.vllm.deepseek import BLOCK, v4_flash, v41_flash
 from tests.vllm.engine import Engine, vllm_config
@@ -84,7 +84,7 @@ def test_the_planner_keeps_what_vllm_caches(tmp_path, model):
     planner, caches = made_by_vllm(tmp_path, model, memory=8 * GIB)
     assert [group.kind for group in planner.groups] == model.kinds
     assert tuple(planned_group_ids(caches)) == caches.prefix_cacheable_group_ids
-    assert planner.grid_tokens == BLOCK and has_replicas(planner)
+    assert planner.grid_tokens == BLOCK and any(group.lanes is not None for group in planner.groups)
     assert device_blocks_per_chunk(planner, caches) == model.device_blocks
     assert planner.chunk_bytes / planner.grid_tokens == model.token_bytes
     assert {length: GIB * length // conversation_bytes(planner, length) for length in model.tokens_in_a_gib} == (
