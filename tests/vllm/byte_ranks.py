@@ -11,7 +11,7 @@ What a block holds is read from its bytes, so nobody finds there what was writte
 import hashlib
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache.copying import OpeningTier
-from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from tests.vllm.engine import Engine
 
 POISON = 0xA5
@@ -94,6 +94,37 @@ def _shapes(spec: object) -> list[tuple[tuple[int, ...], torch.dtype]]:
 def _block_bytes(group: KVCacheGroupSpec) -> int:
     sizes = (torch.Size(shape).numel() * dtype.itemsize for shape, dtype in _shapes(group.kv_cache_spec))
     return sum(sizes) * len(group.layer_names)
+
+
+def carried(
+    half: WorkerHalf,
+    rank: int,
+    memory: BlockMemory,
+    copies: tuple[GroupCopy, ...],
+    blocks: Mapping[int, Collection[int]],
+) -> list[list[bool]]:
+    """In one of two processes: what the first alone has stored is loaded, and then what both have. Which of its
+    `blocks`, by group, this rank has again, each time.
+    """
+    ids = iter(range(4))
+
+    def carry(direction: Direction) -> None:
+        half.begin(StepMetadata(StepPlan(0, (TransferPlan(next(ids), direction, copies, 1),)), {}, True))
+        half._worker.drain()
+
+    found = []
+    for storing in ([0], [0, 1]):
+        for group, each in blocks.items():
+            for block in each:
+                memory[block] = group, block
+        if rank in storing:
+            carry(Direction.STORE)
+        torch.distributed.barrier()
+        memory.rows.fill_(0)
+        carry(Direction.LOAD)
+        torch.distributed.barrier()
+        found.append([memory[block] == (group, block) for group, each in blocks.items() for block in each])
+    return found
 
 
 class ByteRank:

@@ -18,7 +18,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from connector.vllm.messages import StepMetadata
 from connector.vllm.settings import Settings
 from connector.vllm.start_line import start_line
 from connector.vllm.tier_namespace import engine_namespace
@@ -28,12 +27,10 @@ from cpu_prefix_cache.deciding import (
     Direction,
     GroupCopy,
     HybridChunkPlanner,
-    StepPlan,
-    TransferPlan,
     conversation_bytes,
 )
 from tests.vllm import byte_ranks
-from tests.vllm.byte_ranks import BlockMemory, damage, forget_the_device, swap_lanes
+from tests.vllm.byte_ranks import BlockMemory, carried, damage, forget_the_device, swap_lanes
 from tests.vllm.engine import BLOCK, Engine, full, latent, state, vllm_config, window
 from tests.vllm.test_ranks import meet
 from tests.vllm.test_stress import live_through
@@ -387,9 +384,7 @@ def test_stages_of_a_pipeline_have_a_region_for_each_tensor_parallel_group(tmp_p
 
 
 def carries(rank, folder, file, told):
-    """In a process of its own: one of two ranks loads what the first has stored, and then what both have. Which blocks
-    it has again, each time.
-    """
+    """In a process of its own."""
     meet(rank, file)
     config = config_of(folder, ranks=2)
     config.parallel_config.rank, config.cache_config.num_gpu_blocks = rank, 48
@@ -403,25 +398,7 @@ def carries(rank, folder, file, told):
         GroupCopy(0, tuple(range(8 * latents.host_blocks)), tuple(blocks[0])),
         GroupCopy(1, tuple(range(100, 100 + 8 * states.host_blocks)), tuple(blocks[1])),
     )
-    ids = iter(range(4))
-
-    def carry(direction):
-        half.begin(StepMetadata(StepPlan(0, (TransferPlan(next(ids), direction, copies, 1),)), {}, True))
-        half._worker.drain()
-
-    said = []
-    for storing in ([0], [0, 1]):
-        for group in blocks:
-            for block in blocks[group]:
-                memory[block] = group, block
-        if rank in storing:
-            carry(Direction.STORE)
-        torch.distributed.barrier()
-        memory.rows.fill_(0)
-        carry(Direction.LOAD)
-        torch.distributed.barrier()
-        said.append([memory[block] == (group, block) for group in blocks for block in blocks[group]])
-    told.put((rank, said))
+    told.put((rank, carried(half, rank, memory, copies, blocks)))
     half.close()
 
 

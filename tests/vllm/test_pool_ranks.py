@@ -15,16 +15,15 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.vllm import ranks
-from connector.vllm.messages import StepMetadata
 from connector.vllm.metrics import UNKNOWN_IN_POOL, CacheCounts, CachePromMetrics
 from connector.vllm.rank_pool import PoolHere
 from connector.vllm.settings import Settings
 from connector.vllm.worker import WorkerHalf
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copying import JoinedPool
-from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.deciding import GroupCopy
 from tests.stores.servers import starting
-from tests.vllm.byte_ranks import BlockMemory
+from tests.vllm.byte_ranks import BlockMemory, carried
 from tests.vllm.engine import AT_ONCE, NEVER, TORN, Engine, full, head, latent, one_group, vllm_config
 from tests.vllm.keeper_line import KeeperHere
 from tests.vllm.servers import NodeKeeper
@@ -224,34 +223,14 @@ def layers_of(memory):
 
 
 def carries(rank, folder, address, stages, axis, file, told):
-    """In a process of its own: one of two ranks loads what the first has stored, and then what both have. Which blocks
-    it has again, each time.
-    """
+    """In a process of its own."""
     meet(rank, file, axis)
     config = config_of(folder, ranks=2, stages=stages, pool=address, rank=rank)
     half = WorkerHalf(Settings.of(config, one_group(BLOCKS)), config, one_group(BLOCKS))
     memory = BlockMemory(rank, BLOCKS, one_group(BLOCKS).kv_cache_groups, parts={})
     half.register_kv_caches(layers_of(memory))
     slots, blocks = range(5, 13), range(1, 9)
-    copies = (GroupCopy(0, tuple(slots), tuple(blocks)),)
-    ids = iter(range(4))
-
-    def carry(direction):
-        half.begin(StepMetadata(StepPlan(0, (TransferPlan(next(ids), direction, copies, 1),)), {}, True))
-        half._worker.drain()
-
-    said = []
-    for storing in ([0], [0, 1]):
-        for block in blocks:
-            memory[block] = 0, block
-        if rank in storing:
-            carry(Direction.STORE)
-        torch.distributed.barrier()
-        memory.rows.fill_(0)
-        carry(Direction.LOAD)
-        torch.distributed.barrier()
-        said.append([memory[block] == (0, block) for block in blocks])
-    told.put((rank, said))
+    told.put((rank, carried(half, rank, memory, (GroupCopy(0, tuple(slots), tuple(blocks)),), {0: blocks})))
     torch.distributed.barrier()
     half.close()
 
