@@ -305,7 +305,7 @@ class _Transfer(Event):
             self._ended.wait(STALL_LOOK_SECONDS)
 
     def unfit(self) -> Sequence[int]:
-        return self.refused
+        return sorted(self.refused)  # threads have added them slice by slice
 
     @property
     def has_ended(self) -> bool:

@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
 from cpu_prefix_cache import NodePool
-from tests.support.host_engine import CHUNK_BYTES, HostEngine
+from cpu_prefix_cache.keeper.protocol import Kind, Message
+from tests.support.host_engine import CHUNK_BYTES, PATIENCE, HostEngine
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,6 +63,18 @@ class PoolEngine(HostEngine):
         self.serves(prompt)
         self.rests()
         self.forgets()
+        self.settles()
+
+    def settles(self):
+        """Wait until the keeper has carried out all that was sent to it: it answers in order. Or until it is gone."""
+        cache, messenger = self.host.cache, self.host.cache._messenger
+        message, answered = Message(Kind.COUNT, next(cache._ids)), set()
+        with mock.patch.object(cache._pool_counts, "answered", lambda each: answered.add(each.id)):
+            messenger.send(messenger.connection, message)
+            until = time.monotonic() + PATIENCE
+            while messenger.is_up and message.id not in answered:
+                cache.passed(time.monotonic())
+                assert time.monotonic() < until, "the keeper does not answer"
 
     def __enter__(self):
         return self
