@@ -169,7 +169,8 @@ def test_ranks_that_cannot_share_memory_are_refused(tmp_path, monkeypatch):
 
 def test_the_regions_of_all_ranks_must_fit_the_machine_together(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "agree", _raise)
-    monkeypatch.setattr(limits, "usable_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(limits, "promises", list)
+    monkeypatch.setattr(limits, "_available_bytes", lambda: limits.RESERVED_BYTES + (64 << 20))
     with pytest.raises(ConfigurationError, match="ask for at most 67108864 bytes"):
         half(tmp_path, None, 2, memory=96 << 20).register_kv_caches(plain_caches())
 

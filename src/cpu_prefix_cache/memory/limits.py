@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_prefix_cache.memory.claims import Promise, promises
+from cpu_prefix_cache.memory.claims import promises
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Left to others on the machine: where memory runs out the kernel kills processes.
@@ -21,6 +21,8 @@ RESERVED_BYTES = 256 * 1024 * 1024
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
+
+_Given = tuple[int, tuple[str, ...]]  # bytes that a process has been promised, and the control groups that limit it
 
 
 class _Files(NamedTuple):
@@ -37,6 +39,9 @@ VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 def check_fits(num_bytes: int) -> None:
     """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use."""
+    given = promises()
+    if num_bytes <= _usable([(each.most, each.groups) for each in given]):
+        return  # whatever of it has been taken
     usable = usable_bytes()
     if num_bytes > usable:
         raise ConfigurationError(
@@ -49,14 +54,17 @@ def usable_bytes() -> int:
     """The bytes that the system has available and every control group still allows, less a reserve and what others have
     been promised.
     """
-    given = promises()
-    left = min(_available_bytes() - sum(each.num_bytes for each in given), *_allowed_bytes(given))
-    return max(0, left - RESERVED_BYTES)
+    return _usable([(each.num_bytes, each.groups) for each in promises()])
 
 
 def groups() -> list[str]:
     """The control groups of this process, by their numbers in the kernel, which containers see, too."""
     return [number for folder, _ in _groups() if (number := _number_of(folder)) is not None]
+
+
+def _usable(given: Sequence[_Given]) -> int:
+    left = min(_available_bytes() - sum(num_bytes for num_bytes, _ in given), *_allowed_bytes(given))
+    return max(0, left - RESERVED_BYTES)
 
 
 def _available_bytes() -> int:
@@ -68,14 +76,14 @@ def _available_bytes() -> int:
     raise ConfigurationError(f"{MEMINFO} does not say how much memory is available")
 
 
-def _allowed_bytes(given: Sequence[Promise]) -> Iterator[int]:
+def _allowed_bytes(given: Sequence[_Given]) -> Iterator[int]:
     """Bytes that each control group of this process still allows; first a number that is no limit."""
     yield sys.maxsize
     for folder, files in _groups():
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:
             own = _number_of(folder)
-            others = sum(each.num_bytes for each in given if own in each.groups)
+            others = sum(num_bytes for num_bytes, groups in given if own in groups)
             yield limit - others - max(0, used - (_number(folder / "memory.stat", files.reclaimable) or 0))
 
 

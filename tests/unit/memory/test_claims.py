@@ -121,6 +121,18 @@ def test_the_second_of_two_engines_is_refused_with_a_size_that_fits(other, monke
     assert len(mapping.private(36 * MIB)) == 36 * MIB
 
 
+def test_it_is_looked_at_what_others_have_taken_only_where_that_decides(other, monkeypatch):
+    monkeypatch.setattr(limits, "_available_bytes", lambda: limits.RESERVED_BYTES + 100 * MIB)
+    monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
+    ask(other(), 40)  # of 64
+    look, looks = claims._not_taken, []
+    monkeypatch.setattr(claims, "_not_taken", lambda own: looks.append(own) or look(own))
+    mapping.private(36 * MIB).close()
+    assert not looks
+    mapping.private(76 * MIB).close()
+    assert len(looks) == 1
+
+
 def test_regions_of_one_process_see_each_other(monkeypatch):
     monkeypatch.setattr(limits, "_available_bytes", lambda: 10_000 * MIB)
     monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
