@@ -34,46 +34,78 @@ class SlowOrder:
 STORY = st.lists(st.tuples(st.sampled_from(["hold", "end", "hand out", "add", "use"]), st.integers(0, 99)), max_size=60)
 
 
+class Runs:
+    """The order by `Places`. Neighbours are held as a run, which has the place of its last one."""
+
+    def __init__(self, count: int) -> None:
+        self.order = list(range(count))
+        self.places = Places(lambda place: place in self.order)
+        self.held: list[tuple[int, list[int]]] = []  # the place of each run, and those of it that come back
+
+    def hold(self, at: int, size: int) -> list[int]:
+        ends = self.places.with_held_behind()
+        run = [self.order[at]]
+        while len(run) < size and run[-1] not in ends and at + len(run) < len(self.order):
+            run.append(self.order[at + len(run)])
+        self.places.leave(run[-1], self.order[at - 1] if at else FRONT)
+        del self.order[at : at + len(run)]
+        self.held.append((run[-1], run))
+        return run
+
+    def end(self, at: int) -> list[int]:
+        place, run = self.held.pop(at)
+        if not run:
+            self.places.forget(place)
+            return []
+        self.places.rename(place, run[-1])
+        behind = self.places.back(run[-1])
+        first = 0 if behind == FRONT else self.order.index(behind) + 1
+        self.order[first:first] = run
+        return run
+
+    def use(self, which: int) -> None:
+        for _, run in self.held:
+            if which in run:
+                run.remove(which)
+
+
 def serve(story: list[tuple[str, int]], gently: bool) -> tuple[list[int], list[int], Places]:
     """The order by `Places`, the slow one, and the places left, when all holds have ended.
 
     `gently`: the engine hands out nothing that a held one stands before, and uses again only what is held.
     """
-    slow, order = SlowOrder(8), list(range(8))
-    places = Places(lambda place: place in order)
+    slow, runs = SlowOrder(8), Runs(8)
+    order = runs.order
 
-    def end(each: int) -> None:
-        behind = places.back(each)
-        order.insert(0 if behind == FRONT else order.index(behind) + 1, each)
-        slow.set(each, "waits")
+    def end(at: int) -> None:
+        for each in runs.end(at):
+            slow.set(each, "waits")
 
     for action, which in story:
         held = slow.held()
         if action == "hold" and order:
-            each = order[which % len(order)]
-            at = order.index(each)
-            places.leave(each, order[at - 1] if at else FRONT)
-            order.remove(each)
-            slow.set(each, "held")
-        elif action == "end" and held:
-            end(held[which % len(held)])
+            for each in runs.hold(which % len(order), 1 + which // len(order) % 4):
+                slow.set(each, "held")
+        elif action == "end" and runs.held:
+            end(which % len(runs.held))
         elif action == "hand out" and order and not (gently and slow.entries[0][1] == "held"):
             slow.remove(order.pop(0))
         elif action == "add":
             order.append(slow.add())
         elif action == "use" and held and gently:
-            places.forget(held[which % len(held)])
+            runs.use(held[which % len(held)])
             slow.remove(held[which % len(held)])
         elif action == "use" and order and not gently:
             slow.remove(order.pop(which % len(order)))
         assert order == slow.waiting() or not gently
-    for each in slow.held()[:: -1 if len(story) % 2 else 1]:
-        end(each)
-    return order, slow.waiting(), places
+    while runs.held:
+        end(-1 if len(story) % 2 else 0)
+    return order, slow.waiting(), runs.places
 
 
 @given(STORY)
 @example([("hold", 1), ("hold", 1), ("use", 1)])  # the second of two that are held side by side
+@example([("hold", 9), ("hold", 1), ("use", 1), ("end", 0)])  # the last of a run that others are held behind
 @example([("hold", 1), ("hand out", 0), ("hold", 0), ("hold", 0)])  # 1 waited before what became the first later
 def test_held_blocks_come_back_to_where_they_waited(story: list[tuple[str, int]]) -> None:
     order, slow, places = serve(story, gently=True)

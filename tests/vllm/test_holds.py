@@ -81,6 +81,24 @@ def test_a_prompt_is_taken_in_one_run_for_each_group(is_used_meanwhile):
     assert queue.order == before and not len(queue.view._places)
 
 
+@pytest.mark.parametrize("runs", [[[1, 2, 3], [4]], [[1, 2, 3], [4, 5], [6]]])
+@pytest.mark.parametrize("used", [[3], [2, 3], [2]])
+def test_blocks_come_back_behind_a_run_of_which_a_request_uses_the_last(runs, used):
+    queue = Queue(8)
+    blocks = queue.pool.get_new_blocks(queue.device.num_blocks)
+    for block in blocks:
+        queue.name(block, sha256(b"%d" % block.block_id).digest())
+    queue.pool.free_blocks(blocks)
+    front, *behind = queue.order
+    blocks = dict(enumerate(behind, start=1))  # by their places, from 1
+    holds = [queue.device.hold([blocks[at] for at in reversed(run)]) for run in runs]
+    queue.pool.touch([queue.pool.blocks[blocks[at]] for at in used])
+    for hold in holds:
+        queue.device.release(hold)
+    assert queue.order == [front, *(block for at, block in blocks.items() if at not in used)]
+    assert not len(queue.view._places)
+
+
 def test_blocks_that_several_connectors_hold_do_not_count_while_none_of_them_does():
     """A block in use by others counts, too, and each has its references again."""
     queue = Queue(6)

@@ -179,12 +179,15 @@ class PoolView:
         last = list(hold.in_use)
         for run in hold.runs:
             back = [block for block in run.blocks if block.ref_cnt == 1 and block.block_hash is not None]
+            place = run.place
             if len(back) < len(run.blocks):
                 last += [block for block in run.blocks if block.ref_cnt > 1 or block.block_hash is None]
-            if not back:
-                self._places.forget(run.place)
-                continue
-            release_run(self._pool, back, self._predecessor(self._places.back(run.place)))
+                if not back:
+                    self._places.forget(place)
+                    continue
+                place = _place(back[-1])
+                self._places.rename(run.place, place)
+            release_run(self._pool, back, self._predecessor(self._places.back(place)))
         parent = next((place for place in hold.parent if self._is_at(place)), None) if last else None
         if parent is None:
             self._pool.free_blocks(last)

@@ -23,8 +23,8 @@ FRONT = "front"  # before the first of the order
 class Places:
     """The places of held blocks. `waits` is true of a place whose block still waits under the same key.
 
-    Every call takes O(1), but `back` and `forget` go over the held blocks next to the place, and `leave` at the front
-    over the waiting ones that have held ones right behind them.
+    Every call takes O(1), but `back`, `forget` and `rename` go over the held blocks next to the place, and `leave` at
+    the front over the waiting ones that have held ones right behind them.
     """
 
     def __init__(self, waits: Callable[[Hashable], bool]) -> None:
@@ -59,13 +59,25 @@ class Places:
     def forget(self, place: Hashable) -> None:
         """The engine uses the block: it does not come back here."""
         behind = self._waiting_before(place)
-        before, last = self._before.pop(place), self._last[behind]
+        self._replace(place, self._before[place], behind)
+        del self._before[place]
+
+    def rename(self, place: Hashable, new: Hashable) -> None:
+        """A held place has another name: that of a run whose last block the engine uses, so that the one before ends
+        it.
+        """
+        self._replace(place, new, self._waiting_before(place))
+        self._before[new] = self._before.pop(place)
+
+    def _replace(self, place: Hashable, by: Hashable, behind: Hashable) -> None:
+        """Put another in the place before those held right behind one. `behind` waits before both."""
+        last = self._last[behind]
         if last == place:
-            self._end_with(behind, before)
+            self._end_with(behind, by)
             return
         while self._before[last] != place:
             last = self._before[last]
-        self._before[last] = before
+        self._before[last] = by
 
     def _end_with(self, behind: Hashable, last: Hashable) -> None:
         """Make `last` the last of the places held behind a waiting one; none are if it is the waiting one itself."""
