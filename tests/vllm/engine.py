@@ -1192,10 +1192,12 @@ class Engine:
 
     def _check_in_place(self, place: object, stood: "Stood", after: Sequence[object]) -> None:
         """Between a block and its neighbour are only those that were held, or came back before their parents since,
-        unless a request took one near it.
+        unless a request took one near it, or took what waited before them all and has freed it to the end since.
         """
-        neighbour = stood.before[place]
-        if any(self._left.get(each, 0) >= stood.num_holds for each in (neighbour, *stood.near)):
+        neighbour = anchor = stood.before[place]
+        while anchor in stood.before:
+            anchor = stood.before[anchor]
+        if any(self._left.get(each, 0) >= stood.num_holds for each in (anchor, *stood.near)):
             self.counts["came back where a request took another"] += 1
             return
         if neighbour is not None and neighbour not in after:
