@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from copy import copy
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
@@ -258,6 +259,10 @@ def set_draft(dtype):
     return change
 
 
+def set_trusted(config):
+    config.model_config.trust_remote_code = True
+
+
 def test_options_that_no_key_has_are_in_the_namespace(tmp_path, path):
     """vLLM hashes an image, and not what the server's options make of it."""
     scales = tmp_path / "scales.json"
@@ -283,6 +288,70 @@ def test_options_that_no_key_has_are_in_the_namespace(tmp_path, path):
     folders = [changed(tmp_path, path, change).folder for change in changes]
     assert len(set(folders)) == len(folders)
     assert folders == [changed(tmp_path, path, change).folder for change in changes]
+
+
+@pytest.mark.parametrize("changes", [(set_trusted,), (set_trusted, set_media())])
+def test_code_in_the_folder_of_a_model_that_is_trusted_is_in_the_namespace(tmp_path, path, changes):
+    """A folder whose code was edited in its place has the name, the weights and the configuration of before."""
+    folders = [changed(tmp_path, path, *changes).folder]
+    (tmp_path / "parts").mkdir()
+    for file, text in (("modeling.py", "a"), ("modeling.py", "b"), ("parts/rope.py", "b"), ("parts/norm.py", "b")):
+        (tmp_path / file).write_text(text)
+        folders.append(changed(tmp_path, path, *changes).folder)
+    assert len(set(folders)) == len(folders)
+    assert changed(tmp_path, path, *changes).folder == folders[-1]
+    assert changed(tmp_path, path, *changes[1:]).folder == folders[0], "code counts that nobody runs"
+
+
+def test_code_of_a_drafter_that_is_trusted_is_in_the_namespace(tmp_path, path):
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+
+    def set_drafter(config):
+        draft = copy(config.model_config)
+        draft.model, draft.trust_remote_code = str(drafter), True
+        config.speculative_config = drafting("eagle", draft_model_config=draft, kv_cache_dtype=None)
+
+    folders = [changed(tmp_path, path, set_drafter).folder]
+    for text in ("a", "b"):
+        (drafter / "modeling.py").write_text(text)
+        folders.append(changed(tmp_path, path, set_drafter).folder)
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("kind", ["preprocessor", "video_preprocessor", "processor"])
+def test_files_of_a_processor_in_the_folder_are_in_the_namespace(tmp_path, path, kind):
+    folders = [changed(tmp_path, path, set_media()).folder]
+    before = changed(tmp_path, path)
+    for text in ('{"size": 1}', '{"size": 2}'):
+        (tmp_path / f"{kind}_config.json").write_text(text)
+        folders.append(changed(tmp_path, path, set_media()).folder)
+    assert len(set(folders)) == len(folders)
+    assert changed(tmp_path, path) == before, "it counts in a model without images"
+
+
+def test_scales_of_an_encoder_are_known_by_their_file(tmp_path, path):
+    def of(name, text):
+        (tmp_path / name).write_text(text)
+        media = set_media(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(tmp_path / name))
+        return changed(tmp_path, path, media).folder
+
+    assert of("scales.json", "{}") != of("scales.json", '{"layer": 1}') == of("moved.json", '{"layer": 1}')
+
+
+def test_options_are_the_same_in_whatever_order_they_are_given(tmp_path, path):
+    def of(*changes):
+        return changed(tmp_path, path, *changes).folder
+
+    def adapted(*modules):
+        return lambda config: setattr(config, "lora_config", LoRAConfig(max_lora_rank=8, target_modules=[*modules]))
+
+    one = {"video": {"num_frames": 40, "fps": 2}, "image": {"mode": "RGB"}}
+    other = {"image": {"mode": "RGB"}, "video": {"fps": 2, "num_frames": 40}}
+    assert of(set_media(media_io_kwargs=one)) == of(set_media(media_io_kwargs=other)) != of(set_media())
+    assert of(adapted("q_proj", "o_proj")) == of(adapted("o_proj", "q_proj")) != of(adapted("o_proj"))
+    overrides = [set_model(model_class_overrides=dict(each)) for each in (["ab", "cd"], ["cd", "ab"], ["ab", "ce"])]
+    assert of(overrides[0]) == of(overrides[1]) != of(overrides[2])
 
 
 @pytest.mark.parametrize("name", ["VLLM_VIDEO_LOADER_BACKEND", "VLLM_MARLIN_INPUT_DTYPE"])

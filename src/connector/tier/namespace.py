@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cpu_prefix_cache.tier import Namespace, Value
@@ -36,3 +37,12 @@ def digest(described: Mapping[str, Any] | Sequence[str]) -> str:
         described = {name: value for name, value in described.items() if name not in VOLATILE}
     text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of_files(files: Mapping[str, Path]) -> str:
+    """Digest of files by their names, with all their bytes. Raises OSError."""
+    found = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        contents = path.read_bytes()
+        found.update(f"{name} {len(contents)}\n".encode() + contents)
+    return found.hexdigest()

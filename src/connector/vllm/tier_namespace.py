@@ -9,6 +9,7 @@ The first is known to the scheduler, too, and names the folder (`connector/tier/
 import os
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -16,7 +17,7 @@ from vllm import envs, platforms
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.tier.namespace import digest
+from connector.tier.namespace import digest, digest_of_files
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.weights import drafter_of
 from cpu_prefix_cache import FileTier, NodePool, SharedTier
@@ -25,6 +26,7 @@ from cpu_prefix_cache.tier import Namespace, Value
 
 LENGTH_COUNTS = ("longrope", "llama4")  # in the configuration of a model whose K differ with --max-model-len
 AUTO = -1  # the length is made to fit the memory, after the model is built with its own
+PROCESSORS = "*processor_config.json"  # files of a model, by which transformers makes pixels of images and videos
 VARIABLES = (  # of the environment
     "VLLM_VIDEO_LOADER_BACKEND",
     "VLLM_MARLIN_INPUT_DTYPE",
@@ -63,6 +65,7 @@ def engine_fields(vllm_config: VllmConfig, hash_tokens: int, *, has_length: bool
         **_length(model, has_length),
         **_given(vllm_config),
         **_code(model),
+        **_files(vllm_config),
     }
 
 
@@ -96,7 +99,7 @@ def _given(vllm_config: VllmConfig) -> dict[str, Value]:
     media = model.multimodal_config
     given: dict[str, object] = {
         "quantization of layers": model.quantization_config,
-        "adapted modules": None if adapters is None else adapters.target_modules,
+        "adapted modules": None if adapters is None else sorted(adapters.target_modules or ()),
         "model implementation": None if model.model_impl == "auto" else model.model_impl,
         "model classes": model.model_class_overrides,
         "code revision": model.code_revision,
@@ -110,15 +113,39 @@ def _given(vllm_config: VllmConfig) -> dict[str, Value]:
             "media processor": media.mm_processor_kwargs,
             "video pruning": pruning,
             "media encoder dtype": media.mm_encoder_attn_dtype,
-            "media encoder scales": media.mm_encoder_fp8_scale_path,
         }
-    return {name: digest([str(value)]) for name, value in given.items() if value}
+    return {name: digest([str(_in_order(value))]) for name, value in given.items() if value}
+
+
+def _in_order(value: object) -> object:
+    """A value whose dictionaries are alike in whatever order they were given."""
+    if isinstance(value, Mapping):
+        return {name: _in_order(value[name]) for name in sorted(value, key=str)}
+    return [_in_order(each) for each in value] if isinstance(value, list) else value
 
 
 def _code(model: ModelConfig) -> dict[str, Value]:
     """The release of transformers where its code computes: of processors, which make pixels of images, or of models."""
     is_used = model.multimodal_config is not None or model.model_impl == "transformers"
     return {"transformers": metadata.version("transformers")} if is_used or model.using_transformers_backend() else {}
+
+
+def _files(vllm_config: VllmConfig) -> dict[str, Value]:
+    """Local files that decide bytes beside configurations and weights: code that is trusted, what a processor makes
+    pixels of images by, and scales of their encoder. Those of a hub are of the commit of the weights.
+    """
+    model, draft = vllm_config.model_config, drafter_of(vllm_config)
+    trusted = [Path(each.model) for each in (model, draft) if each is not None and each.trust_remote_code]
+    code = {
+        f"{at} {file.relative_to(folder)}": file for at, folder in enumerate(trusted) for file in folder.rglob("*.py")
+    }
+    found = {"remote code": code}
+    media = model.multimodal_config
+    if media is not None:
+        found["media processor files"] = {file.name: file for file in Path(model.model).glob(PROCESSORS)}
+        scales = media.mm_encoder_fp8_scale_path
+        found["media encoder scales"] = {} if scales is None else {"scales": Path(scales)}
+    return {name: digest_of_files(files) for name, files in found.items() if files}
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:
