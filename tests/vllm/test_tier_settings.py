@@ -438,6 +438,31 @@ def test_a_commit_of_another_repository_names_no_weights(tmp_path, path):
     assert configured(hf_config_path="org/configuration", revision=commit) == configured()
 
 
+def test_weights_of_an_address_are_shared_by_users_with_other_caches(tmp_path, path):
+    """vLLM copies the configuration from there to a folder below $HOME, and takes this for the model."""
+
+    def pulled(user, address="s3://bucket/model"):
+        home = tmp_path / user
+        home.mkdir(exist_ok=True)
+        config = configure(home, tier(path))
+        config.model_config.model_weights = address
+        return identity(config)
+
+    assert pulled("one") == pulled("other") != pulled("one", "s3://bucket/another")
+
+
+def test_a_commit_of_the_configuration_names_no_weights_from_elsewhere(tmp_path, path):
+    """With model_weights."""
+    commit = "0123456789abcdef" * 2 + "01234567"
+    config = configure(tmp_path, {name: value for name, value in tier(path).items() if name != "revision"})
+    vars(config.model_config).update(model="org/model", revision=commit)
+    config.model_config.hf_config._commit_hash = commit
+    assert identity(config)
+    config.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(ConfigurationError, match=r"'s3://bucket/model' has.*give the tier a revision"):
+        identity(config)
+
+
 def test_weights_of_a_hub_are_known_by_their_commit():
     commit = "0123456789abcdef" * 2 + "01234567"
     assert weights("org/model", commit=commit) == f"commit {commit}"

@@ -22,7 +22,7 @@ from connector.tier.options import TIER
 from connector.tier.revision import REVISION_FILE, check_file, read_revision
 from connector.vllm.tier_namespace import engine_namespace
 from connector.vllm.tier_options import check_names
-from connector.vllm.weights import weights_of_all
+from connector.vllm.weights import source_of, weights_of_all
 from cpu_prefix_cache import ConfigurationError, Device, NodePool
 from cpu_prefix_cache.deciding import HybridChunkPlanner, KeptCache, check_takes
 from cpu_prefix_cache.tier import Namespace
@@ -62,7 +62,7 @@ class PoolOption:
         check_names(POOL, vllm_config, revision is not None)
         return replace(
             pool,
-            model=pool.model or vllm_config.model_config.model,
+            model=pool.model or source_of(vllm_config.model_config),
             revision=revision or weights_of_all(vllm_config, POOL),
             hash=vllm_config.cache_config.prefix_caching_hash_algo,
         )

@@ -7,7 +7,7 @@ What outlives a process is found by its key alone. So the tier is refused where 
 from vllm.config import VllmConfig
 
 from connector.tier.options import TierOption
-from connector.vllm.weights import weights_of_all
+from connector.vllm.weights import source_of, weights_of_all
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 from cpu_prefix_cache.tier import CRYPTOGRAPHIC
 
@@ -17,7 +17,7 @@ def tier_of(option: TierOption, vllm_config: VllmConfig) -> FileTier | SharedTie
     check_names("tier", vllm_config, option.names_weights)
     return option.of_engine(
         vllm_config.parallel_config.data_parallel_index,
-        model=vllm_config.model_config.model,
+        model=source_of(vllm_config.model_config),
         weights=lambda: weights_of_all(vllm_config),
         hash=vllm_config.cache_config.prefix_caching_hash_algo,
     )

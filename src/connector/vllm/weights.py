@@ -35,12 +35,24 @@ def weights_of_all(vllm_config: VllmConfig, place: str = "tier") -> str:
     _check_formats(vllm_config, place)
     draft = drafter_of(vllm_config)
     of_models = [vllm_config.model_config] if draft is None else [vllm_config.model_config, draft]
-    return ", ".join(weights_of(each.model, _config_beside(each), each.revision, place) for each in of_models)
+    return ", ".join(weights_of(source_of(each), _config_beside(each), _revision(each), place) for each in of_models)
+
+
+def source_of(model: Any) -> str:
+    """Folder, name on a hub or address that the weights come from. What else is there of an address vLLM copies to a
+    folder in the user's cache, which it then takes for the model.
+    """
+    return str(model.model_weights or model.model)
 
 
 def _config_beside(model: Any) -> Any:
     """The configuration, whose commit is that of the weights, too. None where it is of another repository."""
-    return model.hf_config if model.hf_config_path in (None, model.model) else None
+    return model.hf_config if source_of(model) == model.model == (model.hf_config_path or model.model) else None
+
+
+def _revision(model: Any) -> str | None:
+    """The revision of the weights. None where that of the model is another repository's."""
+    return model.revision if source_of(model) == model.model else None
 
 
 def _check_formats(vllm_config: VllmConfig, place: str) -> None:
