@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, QueueDevice, RadixHostCache
-from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, WindowGroup
+from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, PrefixGroup, WindowGroup
 from cpu_prefix_cache.host_cache import HostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.memory.parts import Role, blocks_first
@@ -41,7 +41,7 @@ def built_tree(groups=None, num_pages=BLOCKS, chunk_tokens=TOKENS):
 
 
 def test_valid_options_are_accepted():
-    with built(host_bytes=numpy.int64(1 << 14), chunk_tokens=4, threads=False, load_seconds=0.5, strict=True):
+    with built(host_bytes=numpy.int64(1 << 14), threads=False, load_seconds=0.5, strict=True):
         pass
 
 
@@ -64,7 +64,6 @@ def test_a_device_has_one_cache_at_a_time():
     [
         *(("host_bytes", each, r"bytes \(48 GiB are 48 << 30\)") for each in (48e9, "48GiB", None, -1, True)),
         *(("max_model_len", each, "tokens, at least 1") for each in (0, -1, 8192.0, None)),
-        *(("chunk_tokens", each, "tokens, at least 1, or None") for each in (32.0, "32", 0, True)),
         *(("max_step_tokens", each, "tokens, at least 1") for each in (None, 0, 8192.0)),
         *(("load_seconds", each, "seconds above 0, or None") for each in (-1, 0, float("nan"), "30", True)),
         *(("strict", each, "True or False") for each in ("no", 1, None)),
@@ -182,16 +181,34 @@ def test_the_deciding_half_alone_refuses_such_a_device():
         CPUPrefixCache(planner, SmallEngine(BLOCKS), host_blocks=16)
 
 
+class TwoToAChunk(SmallEngine):
+    blocks_per_chunk = 2
+
+
 def test_chunks_have_the_blocks_that_the_device_finds():
-    with pytest.raises(ConfigurationError, match="chunk_tokens must be the tokens of so many blocks"):
-        built(chunk_tokens=8)
+    with built(TwoToAChunk(BLOCKS)) as wide, built() as usual:
+        assert [host.cache.planner.grid_tokens for host in (wide, usual)] == [2 * TOKENS, TOKENS]
+    two = [Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=TOKENS, name=name) for name in ("full", "other")]
+    with built(TwoToAChunk(BLOCKS), two) as host:
+        assert host.cache.planner.grid_tokens == TOKENS
+
+
+def test_a_device_that_finds_other_blocks_than_those_of_a_chunk_is_refused():
+    two = [Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=TOKENS, name=name) for name in ("full", "other")]
+    with pytest.raises(ConfigurationError, match="takes 2 device blocks, but SmallEngine has 1"):
+        built(groups=two)
+    full = PrefixGroup(name="full", block_tokens=TOKENS, block_bytes=64)
+    planner = HybridChunkPlanner([full], max_model_len=100, grid_tokens=2 * TOKENS)
+    with pytest.raises(ConfigurationError, match="grid must be the tokens of so many blocks"):
+        CPUPrefixCache(planner, SmallEngine(BLOCKS), host_blocks=16)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"chunk_tokens": 6}, "multiple of"),
-        ({"chunk_tokens": 2}, "at least 1, got 8 pages and 0 to a chunk"),
+        ({"chunk_tokens": 6}, "chunk_tokens must be a multiple of the 4 tokens of a page, got 6"),
+        ({"chunk_tokens": 2}, "chunk_tokens must be a multiple of the 4 tokens of a page, got 2"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be a whole number of at least 1, got 0"),
         ({"chunk_tokens": 4.0}, "chunk_tokens must be a whole number of at least 1, got 4.0"),
         ({"num_pages": 0}, "at least 1, got 0 pages"),
         ({"num_pages": 9}, "has 8 blocks, but the device hands out 9"),

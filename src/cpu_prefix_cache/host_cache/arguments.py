@@ -31,7 +31,7 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
     if len(keys) > num_tokens // chunk_tokens:
         raise MisuseError(
             f"{num_tokens} tokens fill {num_tokens // chunk_tokens} chunks of {chunk_tokens}, but {len(keys)} keys are "
-            "given: a key is that of chunk_tokens tokens, so hash as many at a time"
+            "given: a key is that of the tokens of a chunk, so hash as many at a time"
         )
     for key in keys if every else ends:
         if not isinstance(key, bytes) or len(key) < LEAST_KEY_BYTES:

@@ -29,7 +29,7 @@ from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Reques
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.settings import NodePool
-from cpu_prefix_cache.offload.device import Device, check_fits
+from cpu_prefix_cache.offload.device import Device, check_fits, chunk_tokens
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
@@ -85,7 +85,6 @@ class Halves:
         *,
         max_model_len: int,
         host_bytes: int | None = None,
-        chunk_tokens: int | None = None,
         max_step_tokens: int = 8192,
         offload: str = "lazy",
         policy: str = "lru",
@@ -108,7 +107,6 @@ class Halves:
             device=device,
             host_bytes=0 if pool is not None and host_bytes is None else host_bytes,
             max_model_len=max_model_len,
-            chunk_tokens=chunk_tokens,
             max_step_tokens=max_step_tokens,
             policy=policy,
             thresholds=thresholds,
@@ -134,7 +132,7 @@ class Halves:
         planner = HybridChunkPlanner(
             [each.group for each in groups],
             max_model_len=max_model_len,
-            grid_tokens=chunk_tokens,
+            grid_tokens=chunk_tokens(device, [each.group for each in groups]),
             in_pages=below is not None,
         )
         check_fits(device, planner)  # as the cache does, but before the region is allocated

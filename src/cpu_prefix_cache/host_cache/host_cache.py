@@ -27,8 +27,8 @@ from cpu_prefix_cache.host_cache.halves import Computed, Halves
 class HostCache(Halves):
     """A host prefix cache behind `device`, for KV laid out as in `groups`.
 
-    Prefixes are found at multiples of `chunk_tokens`, the tokens of a chunk and so of a key: a common multiple of the
-    groups' `block_tokens` (default: the least).
+    Prefixes are found at multiples of a chunk, the tokens of a key: of as many as the device's `blocks_per_chunk` have,
+    or else the least common multiple of the groups' `block_tokens`.
 
     `host_bytes` is the size of the host region, `max_model_len` the tokens of the longest request, `max_step_tokens`
     the most tokens whose device blocks one engine step can allocate. `offload` is "lazy" or "eager"; `policy`,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpu_prefix_cache.host_cache.halves import Halves
 from cpu_prefix_cache.kv_layout import check_groups
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import Numbers, check_whole, numbers
 from cpu_prefix_cache.offload.radix_device import RadixDevice
 
@@ -44,9 +45,13 @@ class RadixHostCache(RadixDevice, Halves):
         check_groups(groups)
         check_whole("chunk_tokens", chunk_tokens, least=1)
         self._page_tokens = groups[0].group.block_tokens // groups[0].group.device_blocks
+        if chunk_tokens % self._page_tokens:
+            raise ConfigurationError(
+                f"chunk_tokens must be a multiple of the {self._page_tokens} tokens of a page, got {chunk_tokens}"
+            )
         self._inserted: dict[Hashable, int] = {}  # tokens of running requests that the tree has
         RadixDevice.__init__(self, num_pages, chunk_tokens // self._page_tokens, hands_out_first=hands_out_first)
-        Halves.__init__(self, self, groups, chunk_tokens=chunk_tokens, **options)
+        Halves.__init__(self, self, groups, **options)
 
     def inserted(self, id: Hashable, pages: Numbers) -> None:
         """The tree has `pages`: those of a running request, from its first token on, after `placed`.

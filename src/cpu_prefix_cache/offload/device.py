@@ -9,11 +9,13 @@ or without a key, so that it can be handed out. The order of eviction is the ord
 out.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.model.groups import Group
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
@@ -103,7 +105,7 @@ class Device(Protocol):
 
     @property
     def blocks_per_chunk(self) -> int | None:
-        """How many blocks `find` answers with; None: as many as the groups of the model need."""
+        """How many blocks `find` answers with; None: as many as the groups need for the least chunk they can share."""
         return None
 
     @property
@@ -155,8 +157,18 @@ def check_fits(device: Device, planner: HybridChunkPlanner) -> None:
     if given not in (None, wanted):
         raise ConfigurationError(
             f"a chunk of {planner.grid_tokens} tokens takes {wanted} device blocks, but {kind.__name__} has {given} to "
-            "a chunk: chunk_tokens must be the tokens of so many blocks"
+            "a chunk: the planner's grid must be the tokens of so many blocks"
         )
+
+
+def chunk_tokens(device: Device, groups: Sequence[Group]) -> int:
+    """The tokens of a chunk of as many blocks as `find` answers with. If that is no multiple of what the groups need,
+    as if the device did not tell: `check_fits` refuses it.
+    """
+    least = math.lcm(*(group.block_tokens for group in groups))
+    needed = sum(group.device_blocks * least // group.block_tokens for group in groups if group.is_prefix)
+    blocks = device.blocks_per_chunk
+    return least if blocks is None or not needed or blocks % needed else least * (blocks // needed)
 
 
 class PooledDevice(Device):
@@ -177,6 +189,10 @@ class PooledDevice(Device):
     @property
     def num_waiting(self) -> int:
         return self._pool.num_available
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self._pool.shape.blocks_per_chunk
 
     def find(self, key: bytes) -> Sequence[int] | None:
         block = self._pool.find(key)
