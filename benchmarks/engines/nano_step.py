@@ -99,14 +99,18 @@ def with_host(llm, block_tokens: int, offload: str) -> None:
     import torch
     from host import Host
 
+    try:
+        from cpu_prefix_cache import HostOptions
+    except ImportError:  # the older checkout has none, and its glue reads two attributes
+        from types import SimpleNamespace as HostOptions
+
     Host(
         llm.scheduler,
         torch.zeros(2, 1, DEVICE_TOKENS // block_tokens, block_tokens, 1, 8),
         host_bytes=4 * DEVICE_TOKENS * 2 * 8 * 4,
         max_model_len=8_192,
         max_step_tokens=STEP_TOKENS,
-        offload=offload,
-        wrap_copier=lambda copier, tensors: CopiesNothing(),
+        options=HostOptions(offload=offload, wrap_copier=lambda copier, tensors: CopiesNothing()),
     )
 
 

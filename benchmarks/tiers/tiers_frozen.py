@@ -33,7 +33,7 @@ import torch
 
 from batching_engine import Blocks, BlocksDevice
 from benchmarks.common import print_environment
-from cpu_prefix_cache import Hit, HostCache, Pending, Prefix, SharedTier, keys_and_values
+from cpu_prefix_cache import Hit, HostCache, HostOptions, Pending, Prefix, SharedTier, keys_and_values
 from cpu_prefix_cache.stores.settings import ASK_SECONDS
 from tests.stores.servers import RedisServer, missing
 
@@ -107,8 +107,7 @@ class Engine:
             host_bytes=HOST_DOCUMENTS * (DOCUMENT_BLOCKS + 1) * BLOCK_BYTES,
             max_model_len=2 * PROMPT,
             max_step_tokens=STEP_TOKENS,
-            offload="eager",
-            threads=True,
+            options=HostOptions(offload="eager", threads=True),
             below=SharedTier(url, model="frozen", revision="1", ask_seconds=ask_seconds),
         )
         self.host.prepare()

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import Thresholds
 from cpu_prefix_cache.deciding import BlockPool
-from cpu_prefix_cache.pool.admission import Admission
+from cpu_prefix_cache.pool.admission import Admission, Thresholds
 from property_tests.strategies import chain, prompts
 
 requests = st.lists(prompts, max_size=12)

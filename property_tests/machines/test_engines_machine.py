@@ -26,6 +26,7 @@ from cpu_prefix_cache.messages.plan import Direction
 from cpu_prefix_cache.testing import MeddlingCopier
 from radix_engine import engine as radix_engine
 from radix_engine import host as radix_host
+from tests.support.host_options import with_options
 from tests.support.poison import poison
 from tiny_model import TinyModel, answer_alone
 
@@ -112,6 +113,7 @@ class Machine(RuleBasedStateMachine):
         chunk_bytes = TinyModel(1, CHUNK_TOKENS).kv.nbytes
         options["host_bytes"] = options.pop("host_chunks") * chunk_bytes
         options |= dict(max_model_len=1000, strict=True, wrap_copier=self.wrap)
+        options = with_options(**options)
         self.used = Queue(**options) if page_tokens is None else Radix(page_tokens, **options)
         self.copier.kv = self.used.kv
         self.requests = []

@@ -13,7 +13,7 @@ Nothing here imports torch before a `HostCache` is made.
 """
 
 from cpu_prefix_cache.eviction import POLICIES
-from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, HostStatistics, RadixHostCache
+from cpu_prefix_cache.host_cache import CopierWrapper, HostCache, HostOptions, HostStatistics, RadixHostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, KVGroup, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError, PrefixCacheError
 from cpu_prefix_cache.messages.options import OFFLOAD_MODES
@@ -22,7 +22,6 @@ from cpu_prefix_cache.model.hashing import ChainHasher, MultimodalItem
 from cpu_prefix_cache.node.settings import NodePool
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.queue_device import QueueDevice
-from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.stores.settings import SharedTier
 
@@ -37,6 +36,7 @@ __all__ = [
     "FileTier",
     "Hit",
     "HostCache",
+    "HostOptions",
     "HostStatistics",
     "KVGroup",
     "Miss",
@@ -52,7 +52,6 @@ __all__ = [
     "RadixHostCache",
     "SharedTier",
     "State",
-    "Thresholds",
     "Window",
     "__version__",
     "keys_and_values",

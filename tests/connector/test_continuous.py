@@ -20,6 +20,7 @@ from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, MeddlingCopier
 from random_models import VOCABULARY, build_family
+from tests.support.host_options import with_options
 
 PAGE = 16
 TOLERANCE = 1e-3  # of a log-probability. Measured 1e-4, and 1 in the controls
@@ -74,7 +75,8 @@ class Server:
 
     def __init__(self, manager, answers, **options):
         self.manager, self.answers = manager, answers
-        self.cache = ContinuousPrefixCache(manager, **{"host_bytes": "4MiB", "strict": True, **options})
+        options = {"host_bytes": "4MiB", "strict": True, **options}
+        self.cache = ContinuousPrefixCache(manager, **with_options(**options))
 
     def results(self, ids):
         """The outputs of these requests, by their ids."""

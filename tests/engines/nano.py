@@ -11,6 +11,7 @@ import random
 import sys
 from pathlib import Path
 
+from cpu_prefix_cache import HostOptions
 from tests.support.troubled_copiers import COPIERS
 
 DEVICE_BLOCKS = {16: 40, 256: 6}
@@ -57,10 +58,12 @@ class Server:
             host_bytes=story["host_bytes"],
             max_model_len=8192,
             max_step_tokens=8 * 4 * story["size"],
-            offload=story["offload"],
-            policy=story["policy"],
-            strict=not story["reset"],
-            wrap_copier=COPIERS[story["copies"]],
+            options=HostOptions(
+                offload=story["offload"],
+                policy=story["policy"],
+                strict=not story["reset"],
+                wrap_copier=COPIERS[story["copies"]],
+            ),
         )
         return self
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpu_prefix_cache import HostOptions
 from radix_engine import engine, host
 from tests.engines.glue import code_lines
 from tests.support.poison import poison
@@ -82,10 +83,12 @@ def with_host(told):
         host_bytes=told["host_tokens"] * made.model.kv[:, :, 0, 0].numel() * 8,
         max_model_len=1024,
         max_step_tokens=6 * 24,
-        offload=told["offload"],
-        policy=told["policy"],
-        strict=told["copies"] != "fails" and not told["reset"],
-        wrap_copier=COPIERS[told["copies"]],
+        options=HostOptions(
+            offload=told["offload"],
+            policy=told["policy"],
+            strict=told["copies"] != "fails" and not told["reset"],
+            wrap_copier=COPIERS[told["copies"]],
+        ),
     )
     poison(made.cache, "allocate", glue, made.model.kv)
     return made, glue

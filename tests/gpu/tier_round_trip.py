@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from cpu_prefix_cache import FileTier, Hit, HostCache, Miss, Pending, Prefix, keys_and_values
+from cpu_prefix_cache import FileTier, Hit, HostCache, HostOptions, Miss, Pending, Prefix, keys_and_values
 from tests.support.small_engine import SmallEngine
 
 TOKENS = 16
@@ -45,7 +45,7 @@ class Stage:
             [Prefix(keys_and_values(self.kv, block_dim=2), block_tokens=TOKENS)],
             host_bytes=HOST_PROMPTS * CHUNKS * BLOCK_BYTES,
             max_model_len=CHUNKS * TOKENS * 2,
-            offload="eager",
+            options=HostOptions(offload="eager"),
             below=FileTier(folder, TIER_BYTES, model="pattern", revision="1", offload="lazy"),
         )
         self.host.prepare()

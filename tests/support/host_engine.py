@@ -10,6 +10,7 @@ from hashlib import shake_128
 import torch
 
 from cpu_prefix_cache import ChainHasher, Hit, HostCache, Pending, Prefix, keys_and_values
+from tests.support.host_options import with_options
 from tests.support.poison import poison
 from tests.support.small_engine import SmallEngine
 
@@ -45,7 +46,7 @@ class HostEngine:
             self.blocks,
             [Prefix(keys_and_values(self.kv, block_dim=2), block_tokens=GRID, codec=codec)],
             max_model_len=1_000,
-            **{"offload": "eager", "strict": True, **options},
+            **with_options(**{"offload": "eager", "strict": True, **options}),
         )
         poison(self.blocks, "hand_out", self.host, self.kv, POISON)
         self.keys = {}

@@ -14,7 +14,7 @@ import torch
 
 import batching_engine
 from batching_engine import BLOCK_TOKENS, Blocks, BlocksDevice, Engine, Request
-from cpu_prefix_cache import Pending
+from cpu_prefix_cache import HostOptions, Pending
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.testing import check_device
 from tests.support.poison import poison
@@ -76,11 +76,13 @@ def served(name):
         DEVICE_BLOCKS,
         host_bytes=told["host_chunks"] * CHUNK_BYTES,
         max_model_len=1000,
-        offload=told["offload"],
-        policy=told["policy"],
-        threads=told["threads"],
-        strict=True,
-        wrap_copier=COPIERS[told["copies"]],
+        options=HostOptions(
+            offload=told["offload"],
+            policy=told["policy"],
+            threads=told["threads"],
+            strict=True,
+            wrap_copier=COPIERS[told["copies"]],
+        ),
     )
     draw = random.Random(told["seed"])
     todo = list(prompts(told["seed"]))

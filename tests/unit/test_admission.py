@@ -4,10 +4,10 @@ from string import ascii_letters
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError, MisuseError, Thresholds
+from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.deciding import BlockPool
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.admission import Admission
+from cpu_prefix_cache.pool.admission import Admission, Thresholds
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.testing.engine import GRID, Engine, chain
 

@@ -30,6 +30,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.support.host_engine import CHUNK_BYTES, GRID, POISON, HostEngine, allocating, contents, keys_of
+from tests.support.host_options import with_options
 from tests.support.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.support.sinks import SinkGroup
 from tests.support.small_engine import SmallEngine
@@ -445,7 +446,8 @@ class HybridEngine:
         self.pool = new_pool(planner, blocks, on_device=True)
         self.coordinator = KVCacheCoordinator(planner, self.pool, on_device=True)
         device = PooledDevice(self.pool)
-        self.host = HostCache(device, layout, host_bytes=1 << 14, max_model_len=1_000, offload="eager", **options)
+        given = with_options(host_bytes=1 << 14, max_model_len=1_000, offload="eager", **options)
+        self.host = HostCache(device, layout, **given)
 
     def takes(self, keys, n0=0):
         """Chunks, the checkpoint after them, and the table of each group. What is not needed of one is -1."""

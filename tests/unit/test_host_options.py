@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, QueueDevice, RadixHostCache
-from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, PrefixGroup, WindowGroup
+from cpu_prefix_cache.deciding import CacheOptions, CPUPrefixCache, HybridChunkPlanner, PrefixGroup, WindowGroup
 from cpu_prefix_cache.host_cache import HostCache
 from cpu_prefix_cache.kv_layout import ChunkLocal, Prefix, State, Window, keys_and_values, latents, states
 from cpu_prefix_cache.memory.parts import Role, blocks_first
+from tests.support.host_options import with_options
 from tests.support.small_engine import SmallEngine
 
 BLOCKS = 8
@@ -24,7 +25,8 @@ def built(device=None, groups=None, kv=None, block_dim=2, **options):
     device = SmallEngine(BLOCKS) if device is None else device
     if groups is None:
         groups = [Prefix(keys_and_values(tensor() if kv is None else kv, block_dim=block_dim), block_tokens=TOKENS)]
-    return HostCache(device, groups, **{"host_bytes": 1 << 14, "max_model_len": 100, "offload": "eager", **options})
+    options = {"host_bytes": 1 << 14, "max_model_len": 100, "offload": "eager", **options}
+    return HostCache(device, groups, **with_options(**options))
 
 
 class Tree(RadixHostCache):
@@ -68,11 +70,11 @@ def test_a_device_has_one_cache_at_a_time():
         *(("load_seconds", each, "seconds above 0, or None") for each in (-1, 0, float("nan"), "30", True)),
         *(("strict", each, "True or False") for each in ("no", 1, None)),
         *(("threads", each, "True, False, or None") for each in ("no", 2)),
-        *(("policy", each, "the name of a policy") for each in (None, 7, ["lru"])),
         *(("wrap_copier", each, "a function of the copier and the tensors, or None") for each in (3, "wrap")),
-        *(("thresholds", each, "Thresholds") for each in (3, None)),
-        *(("min_load_tokens", each, "tokens, at least 0, or None") for each in (-1, 16.0)),
-        *(("checkpoint_interval", each, "tokens, at least 1, or None") for each in (0, 16.0)),
+        *(("min_load_tokens", each, "number of at least 0") for each in (-1, 16.0)),
+        *(("checkpoint_interval", each, "number of at least 1") for each in (0, 16.0)),
+        *(("store_after", each, "number of at least 1") for each in (0, None)),
+        *(("min_store_tokens", each, "number of at least 0") for each in (-1, None)),
         *(("device", each, "an instance of QueueDevice") for each in (object(), SmallEngine, 7)),
     ],
 )
@@ -80,6 +82,19 @@ def test_a_device_has_one_cache_at_a_time():
 def test_an_option_that_is_not_what_it_must_be(option, value, must, offload):
     with pytest.raises(ConfigurationError, match=f"^{option} must be .*{must}.*, got "):
         built(offload=offload, **{option: value})
+
+
+@pytest.mark.parametrize("policy", [None, 7, ["lru"], ""])
+def test_a_policy_has_a_name(policy):
+    with pytest.raises(ConfigurationError, match="policy is a text that is not empty"):
+        built(policy=policy)
+
+
+@pytest.mark.parametrize("options", [None, {"policy": "arc"}, CacheOptions()])
+def test_options_are_those_of_a_host_cache(options):
+    device, group = SmallEngine(BLOCKS), Prefix(keys_and_values(tensor(), block_dim=2), block_tokens=TOKENS)
+    with pytest.raises(ConfigurationError, match=r"options must be HostOptions\("):
+        HostCache(device, [group], host_bytes=1 << 14, max_model_len=100, options=options)
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 1.5, True, None, "8"])

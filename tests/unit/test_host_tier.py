@@ -24,6 +24,7 @@ from cpu_prefix_cache.slab.rank_tier import RankTier
 from cpu_prefix_cache.stores import opening as stores_opening
 from cpu_prefix_cache.testing import FailingCopier, MemoryStore
 from cpu_prefix_cache.tier import TierUnavailable
+from tests.support.host_options import with_options
 from tests.support.troubled_copiers import COPIERS
 from tiny_model import answer_alone
 
@@ -43,13 +44,8 @@ def tier(path, **said):
 
 
 def engine_with(below, **options):
-    engine = Engine(
-        num_blocks=40,
-        host_bytes=HOST_BLOCKS * BLOCK_BYTES,
-        max_model_len=1_000,
-        below=below,
-        **{"strict": True, **options},
-    )
+    sizes = {"host_bytes": HOST_BLOCKS * BLOCK_BYTES, "max_model_len": 1_000}
+    engine = Engine(num_blocks=40, below=below, **with_options(**sizes, **{"strict": True, **options}))
     engine.hasher = ChainHasher(BLOCK_TOKENS, "sha256")
     return engine
 

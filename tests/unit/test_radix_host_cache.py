@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache import ChainHasher, Hit, Miss, MisuseError
+from cpu_prefix_cache import ChainHasher, Hit, HostOptions, Miss, MisuseError
 from cpu_prefix_cache.host_cache.halves import Halves
 from cpu_prefix_cache.offload.radix_device import RadixDevice
 from radix_engine.engine import Engine, Request
@@ -16,7 +16,7 @@ PROMPT = list(range(40))
 def engine():
     """Pages of 4 tokens, chunks of 16."""
     made = Engine(24, 4)
-    Host(made, host_bytes=1 << 20, max_model_len=256, offload="eager", strict=True)
+    Host(made, host_bytes=1 << 20, max_model_len=256, options=HostOptions(offload="eager", strict=True))
     return made
 
 

@@ -83,7 +83,7 @@ class Blocks:
 
 
 class Host:
-    def __init__(self, scheduler, kv_cache, *, host_bytes, max_model_len, max_step_tokens, offload, wrap_copier):
+    def __init__(self, scheduler, kv_cache, *, host_bytes, max_model_len, max_step_tokens, options):
         self.scheduler, self.manager = scheduler, scheduler.block_manager
         self.manager.host = self
         parts = [
@@ -97,13 +97,13 @@ class Host:
         group = PrefixGroup(name="attention", block_tokens=size, block_bytes=block_bytes)
         planner = HybridChunkPlanner([group], max_model_len=max_model_len)
         arena = HostArena(host_bytes // planner.host_block_bytes, planner.host_block_bytes)
-        copier = wrap_copier(choose_copier(planner, tensors, arena.blocks, pinned=arena).copier, tensors)
+        copier = options.wrap_copier(choose_copier(planner, tensors, arena.blocks, pinned=arena).copier, tensors)
         self.worker = CopyWorker(0, copier, arena)
         self.host_cache = CPUPrefixCache(
             planner,
             Blocks(self.manager),
             host_blocks=host_bytes // planner.host_block_bytes,
-            offload=offload,
+            offload=options.offload,
             max_step_tokens=max_step_tokens,
         )
         self.loads, self.sequences = {}, {}

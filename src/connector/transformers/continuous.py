@@ -60,7 +60,8 @@ class Blocks(QueueDevice):
 
 
 class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
-    """Prefixes of the prompts of a model's continuous batches, kept in host memory: `host`, a HostCache with `options`.
+    """Prefixes of the prompts of a model's continuous batches, kept in host memory: `host`, a HostCache with `options`,
+    such as `options=HostOptions(policy="arc")`.
 
         with ContinuousPrefixCache(model.init_continuous_batching(), host_bytes="8GiB"):
             outputs = model.generate_batch(prompts, max_new_tokens=64, persistent_manager=True)

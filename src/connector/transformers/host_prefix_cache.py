@@ -39,6 +39,7 @@ from cpu_prefix_cache import (
     FileTier,
     Hit,
     HostCache,
+    HostOptions,
     HostStatistics,
     MisuseError,
     Pending,
@@ -148,10 +149,9 @@ class HostPrefixCache:
             host_bytes=host,
             max_model_len=self.max_model_len,
             max_step_tokens=min(self.max_model_len, blocks * block_tokens),
-            offload=offload,
-            policy=policy,
-            checkpoint_interval=checkpoint_interval,
-            wrap_copier=wrap_copier,
+            options=HostOptions(
+                offload=offload, policy=policy, checkpoint_interval=checkpoint_interval, wrap_copier=wrap_copier
+            ),
             below=tier,
         )
         self._host.prepare()

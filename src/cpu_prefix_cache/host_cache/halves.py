@@ -19,11 +19,10 @@ from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_to
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.node_pool import joined
-from cpu_prefix_cache.host_cache.options import check_options, check_pool_options
+from cpu_prefix_cache.host_cache.options import USUAL_HOST, HostOptions, check_options, check_pool_options
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
-from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
@@ -31,21 +30,16 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.settings import NodePool
 from cpu_prefix_cache.offload.device import Device, check_fits, chunk_tokens
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.slab.identity import check_identity
 from cpu_prefix_cache.slab.tier import Tier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
 if TYPE_CHECKING:
-    import torch
-
-    from cpu_prefix_cache.copier.base import Copier
     from cpu_prefix_cache.kv_layout import KVGroup
 
 PROGRESS_SECONDS = 0.25
 TWINS = 256  # requests that ended lately: more than run at once with the same prompt
-CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
 Blocks = Numbers  # of device blocks
 # Gives the blocks that a load of tokens [start, boundary) fills, of one group or a list for each. None: no room.
 Allocate = Callable[[int, int], Blocks | Sequence[Blocks] | None]
@@ -86,15 +80,7 @@ class Halves:
         max_model_len: int,
         host_bytes: int | None = None,
         max_step_tokens: int = 8192,
-        offload: str = "lazy",
-        policy: str = "lru",
-        thresholds: Thresholds = NO_THRESHOLDS,
-        checkpoint_interval: int | None = None,
-        min_load_tokens: int | None = 0,
-        threads: bool | None = None,
-        load_seconds: float | None = None,
-        strict: bool = False,
-        wrap_copier: CopierWrapper | None = None,
+        options: HostOptions = USUAL_HOST,
         below: Tier | None = None,
         pool: NodePool | None = None,
     ) -> None:
@@ -108,25 +94,10 @@ class Halves:
             host_bytes=0 if pool is not None and host_bytes is None else host_bytes,
             max_model_len=max_model_len,
             max_step_tokens=max_step_tokens,
-            policy=policy,
-            thresholds=thresholds,
-            checkpoint_interval=checkpoint_interval,
-            min_load_tokens=min_load_tokens,
-            threads=threads,
-            load_seconds=load_seconds,
-            strict=strict,
-            wrap_copier=wrap_copier,
+            options=options,
         )
         if pool is not None:
-            check_pool_options(
-                host_bytes=host_bytes,
-                offload=offload,
-                policy=policy,
-                thresholds=thresholds,
-                checkpoint_interval=checkpoint_interval,
-                min_load_tokens=min_load_tokens,
-                below=below,
-            )
+            check_pool_options(host_bytes, below, options)
         check_layout(groups, device.num_blocks)
         _check_only_one_behind(device)
         planner = HybridChunkPlanner(
@@ -149,17 +120,9 @@ class Halves:
             copier = choose_copier(
                 planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
             ).copier
-            options = CacheOptions(
-                offload=offload,
-                policy=policy,
-                store_after=thresholds.store_after,
-                min_store_tokens=thresholds.min_store_tokens,
-                checkpoint_interval=checkpoint_interval,
-                min_load_tokens=min_load_tokens,
-            )
             engine = EngineTraits(
                 steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
-                exchanges=wrap_copier is None,  # a wrapper of a copier need not know of portions
+                exchanges=options.wrap_copier is None,  # a wrapper of a copier need not know of portions
             )
             ready = self._arena.ready_blocks
             self.cache: CPUPrefixCache | KeptCache  # which has its pool here; or not
@@ -178,7 +141,7 @@ class Halves:
                 )
                 self._tier = TierBelow(below, slots, self._tiered, groups, self._arena.blocks)
             elif self._joined is not None:
-                least, messenger = min_load_tokens or 0, self._joined.messenger()
+                least, messenger = options.min_load_tokens or 0, self._joined.messenger()
                 self.cache = self._kept = KeptCache(
                     planner, device, messenger, ready_slots=ready, min_load_tokens=least
                 )
@@ -189,15 +152,15 @@ class Halves:
                 )
             self._worker = CopyWorker(
                 0,
-                copier if wrap_copier is None else wrap_copier(copier, tensors),
+                copier if options.wrap_copier is None else options.wrap_copier(copier, tensors),
                 self._arena,
-                threads=on.type == "cuda" if threads is None else threads,
-                load_seconds=load_seconds,
+                threads=on.type == "cuda" if options.threads is None else options.threads,
+                load_seconds=options.load_seconds,
             )
-            self._destinations = Destinations(self.cache, device, groups, strict=strict)
+            self._destinations = Destinations(self.cache, device, groups, strict=options.strict)
             undo.pop_all()
         self._device, self._num_blocks = device, num_blocks
-        self._strict = strict
+        self._strict = options.strict
         self._max_model_len = max_model_len
         self._process, self._is_closed = os.getpid(), False
         self._running: dict[Hashable, _Running] = {}

@@ -31,18 +31,13 @@ class HostCache(Halves):
     or else the least common multiple of the groups' `block_tokens`.
 
     `host_bytes` is the size of the host region, `max_model_len` the tokens of the longest request, `max_step_tokens`
-    the most tokens whose device blocks one engine step can allocate. `offload` is "lazy" or "eager"; `policy`,
-    `thresholds`, `checkpoint_interval` and `min_load_tokens` are those of CPUPrefixCache. With `strict` a call that has
-    no effect raises MisuseError, and each block and number is looked at that a call gives.
-
-    With `threads` (default: on CUDA) copies are submitted by threads of ours, and `begin_step` returns at once. A load
-    that takes longer than `load_seconds` has failed. `wrap_copier` puts something around the copier, for tests.
+    the most tokens whose device blocks one engine step can allocate. `options` are choices that have defaults.
 
     `below` is a tier for what host memory cannot hold, of files or of a store that machines share (docs/tiers.md); then
     keys are sha256 digests.
 
     With `pool`, a NodePool, all engines of the node share one pool, which a keeper has (docs/keeper.md): there is no
-    `host_bytes`, and `offload` is "eager". The first `start` of a request is then answered Pending, for a step.
+    `host_bytes`, and `options.offload` is "eager". The first `start` of a request is then answered Pending, for a step.
 
     All calls are made in one process, and raise MisuseError in a fork, and after `close`; a `with` closes it.
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 from cpu_prefix_cache.host_cache.arguments import check_keys
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
-from cpu_prefix_cache.host_cache.options import check_options
+from cpu_prefix_cache.host_cache.options import CopierWrapper, check_options
 from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.keyed.given import Given, given
 from cpu_prefix_cache.keyed.key_planner import ANY_LENGTH, KeyPlanner
@@ -39,7 +39,6 @@ from cpu_prefix_cache.slab.tier import Tier
 
 if TYPE_CHECKING:
     from cpu_prefix_cache.copier.base import Copier
-    from cpu_prefix_cache.host_cache.halves import CopierWrapper
     from cpu_prefix_cache.kv_layout import KVGroup
 
 NAP_SECONDS = 0.001  # between looks at a tier
@@ -78,7 +77,7 @@ class KeyedHostCache:
         null_block: int | None = None,
         threads: bool | None = None,
         load_seconds: float | None = None,
-        wrap_copier: "CopierWrapper | None" = None,
+        wrap_copier: CopierWrapper | None = None,
         below: Tier | None = None,
     ) -> None:
         from cpu_prefix_cache.copier.choose import choose_copier

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import check_whole
+from cpu_prefix_cache.messages.texts import check_text
 
 OFFLOAD_MODES = ("lazy", "eager")
 
@@ -34,6 +35,7 @@ class CacheOptions:
     def __post_init__(self) -> None:
         if self.offload not in OFFLOAD_MODES:
             raise ConfigurationError(f"offload must be one of {', '.join(OFFLOAD_MODES)}; got {self.offload!r}")
+        check_text("policy", self.policy)
         check_whole("store_after", self.store_after, 1)
         check_whole("min_store_tokens", self.min_store_tokens, 0)
         if self.checkpoint_interval is not None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from batching_engine import Blocks, BlocksDevice
-from cpu_prefix_cache import FileTier, Hit, HostCache, Pending, Prefix, keys_and_values
+from cpu_prefix_cache import FileTier, Hit, HostCache, HostOptions, Pending, Prefix, keys_and_values
 from cpu_prefix_cache.slab import records
 from cpu_prefix_cache.tiers import tier_cache
 
@@ -63,8 +63,7 @@ class Engine:
             host_bytes=HOST_DOCUMENTS * CHUNKS * BLOCK_BYTES,
             max_model_len=2 * PROMPT,
             max_step_tokens=STEP_TOKENS,
-            offload="eager",
-            threads=True,
+            options=HostOptions(offload="eager", threads=True),
             below=FileTier(folder, TIER_BYTES, model="patterns", revision="1", offload="eager", flush_seconds=0.0),
         )
         self.host.prepare()

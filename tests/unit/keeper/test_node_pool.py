@@ -28,6 +28,7 @@ from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.server import Server
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE, keys_of
+from tests.support.host_options import with_options
 from tests.support.small_engine import SmallEngine
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess, PoolEngine
 
@@ -407,7 +408,7 @@ sys.stdin.read()
 def options(keeper, pool=None, **changed):
     kv = torch.zeros(2, 2, 4, GRID, 3, dtype=torch.int16)
     groups = [Prefix(keys_and_values(kv, block_dim=2), block_tokens=GRID)]
-    return {
+    given = {
         "device": SmallEngine(4),
         "groups": groups,
         "pool": pool or NodePool(keeper.address, model="m", revision="1", connect_seconds=PATIENCE),
@@ -415,6 +416,7 @@ def options(keeper, pool=None, **changed):
         "offload": "eager",
         **changed,
     }
+    return with_options(**given)
 
 
 @pytest.mark.parametrize(
@@ -423,6 +425,8 @@ def options(keeper, pool=None, **changed):
         ({"host_bytes": 1 << 20}, "host_bytes must be None"),
         ({"offload": "lazy"}, "offload must be 'eager'"),
         ({"policy": "arc"}, "policy must be 'lru'"),
+        ({"store_after": 2}, "store_after must be 1"),
+        ({"min_store_tokens": 8}, "min_store_tokens must be 0"),
         ({"checkpoint_interval": 4}, "checkpoint_interval must be None"),
         ({"min_load_tokens": None}, "must be a number"),
         ({"pool": "unix:/run/kv.sock"}, "NodePool"),
