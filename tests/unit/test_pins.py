@@ -48,8 +48,8 @@ def test_a_pin_on_what_was_withdrawn_protects_what_is_above():
 
 def test_children_are_those_that_are_left():
     forest = forest_of([8, 0], [0, 1], [0, 2], [0, 3])
-    assert list(forest.children_of(0)) == [1, 2, 3]
+    assert list(forest.children(0)) == [1, 2, 3]
     for gone, left in ((2, [1, 3]), (1, [3]), (3, [])):
         forest.remove_run([gone])
-        assert list(forest.children_of(0)) == left
+        assert list(forest.children(0)) == left
         forest.check_valid()

@@ -37,7 +37,7 @@ from cpu_prefix_cache.eviction.levels import Levels
 from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
 from cpu_prefix_cache.index.departures import Departures
-from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, SEVERAL, Forest
 from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.messages.errors import MisuseError
 
@@ -297,7 +297,7 @@ class Adaptive(EvictionPolicy):
         The chunks of a run are of one segment, `longest` at most. What stands at or above node `held` stays.
         """
         forest, mark = self._forest, self._mark
-        parents, children, pinned = forest.parent, forest.children, forest.pins.linked
+        parents, child, pinned = forest.parent, forest.child, forest.pins.linked
         departures = Departures(forest)
         bared: list[tuple[Rank, int, int]] = []  # (rank, which one, block) of what this walk made childless; a heap
         ends = self._buckets.ends()
@@ -313,7 +313,7 @@ class Adaptive(EvictionPolicy):
                 continue
             segment, run = mark[block], [block]
             block = parents[block]
-            while len(run) < longest and mark[block] is segment and children[block] == 1:
+            while len(run) < longest and mark[block] is segment and child[block] != SEVERAL:
                 if block in pinned or block == held:
                     break
                 run.append(block)
@@ -337,7 +337,7 @@ class Adaptive(EvictionPolicy):
     def _place(self, segment: Segment) -> None:
         """Let a segment stand where it belongs: with the ghosts, with the leaves of its bucket, or nowhere."""
         ring, ghosts, is_here = segment.ring, self._ghosts, segment.resident > 0
-        is_leaf = is_here and not self._forest.children[segment.deepest]
+        is_leaf = is_here and self._forest.child[segment.deepest] == NONE
         if ring is ghosts and is_here:
             leave(segment)
             self._num_ghosts -= 1
@@ -363,7 +363,7 @@ class Adaptive(EvictionPolicy):
         self._segments.forget(ghost)
 
     def check_valid(self) -> None:
-        mark, children = self._mark, self._forest.children
+        mark, child = self._mark, self._forest.child
         ghosts = list(members(self._ghosts))
         nodes = self._forest.nodes()
         here: set[Segment] = {mark[block] for block in nodes}
@@ -376,7 +376,7 @@ class Adaptive(EvictionPolicy):
         for segment in known:
             resident = sum(mark[block] is segment for block in nodes)
             assert segment in here or segment in ghosts, "a segment stands nowhere"
-            is_leaf = bool(resident and not children[segment.deepest])
+            is_leaf = bool(resident and child[segment.deepest] == NONE)
             assert (segment in segment.use.leaves) == is_leaf, "a segment is a leaf, or is none"
             if segment in here or segment in ghosts:
                 assert resident == segment.resident <= segment.length, "the chunks of a segment are miscounted"

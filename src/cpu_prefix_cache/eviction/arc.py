@@ -157,7 +157,7 @@ class Arc(TwoLists):
             after = len(blocks) - rings[::-1].index(again)
             self._use_again(blocks[after - 1], touch.found)
         if mark[blocks[-1]] is added:
-            if added.block != NONE and not self._forest.children[added.block]:
+            if added.block != NONE and self._forest.child[added.block] == NONE:
                 self._branch_off(added)
             if added.block == NONE:
                 once.enter_young(added, blocks[-1])

@@ -37,13 +37,13 @@ class Lru(TouchPolicy):
             if begins:
                 touch = Touch(self._stamp, self._ring)
             self._carry(block, touch)
-            if begins and not self._forest.children[block]:
+            if begins and self._forest.child[block] == NONE:
                 self._ring.enter_young(touch, block)
             last = block
 
     def inserted(self, blocks: Sequence[int], touch: Touch, *, ends_in_checkpoint: bool = False) -> None:
         renew(touch, self._ring)
-        if touch.block != NONE and not self._forest.children[touch.block]:
+        if touch.block != NONE and self._forest.child[touch.block] == NONE:
             self._branch_off(touch)
         for block in blocks:
             self._mark[block] = touch

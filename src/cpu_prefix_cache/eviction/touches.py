@@ -21,7 +21,7 @@ from typing import Any
 
 from cpu_prefix_cache.eviction.base import EvictionPolicy
 from cpu_prefix_cache.eviction.rings import Linked, insert_after, members, unlink
-from cpu_prefix_cache.index.forest import NONE, Forest
+from cpu_prefix_cache.index.forest import NONE, SEVERAL, Forest
 
 
 class Touch(Linked):
@@ -137,7 +137,8 @@ class TouchPolicy(EvictionPolicy):
         carried = {block for block, mark in marks.items() if mark not in self._rings}
         assert carried == nodes.keys(), "a key has no touch, or a touch no key"
         for block in nodes:
-            assert forest.children[block] or block in standing, f"childless block {block} cannot be found by eviction"
+            is_leaf = forest.child[block] == NONE
+            assert not is_leaf or block in standing, f"childless block {block} cannot be found by eviction"
 
     def _take_childless(self, ring: TouchRing, count: int) -> list[int]:
         """The next run of victims in a ring of childless chunks, 1 to `count`; none if all are pinned."""
@@ -146,9 +147,9 @@ class TouchPolicy(EvictionPolicy):
 
     def _next_childless(self, ring: TouchRing) -> Touch | None:
         """The oldest touch of a ring that names a chunk without children and pins."""
-        children, pinned = self._forest.children, self._forest.pins.linked
+        child, pinned = self._forest.child, self._forest.pins.linked
         while (touch := ring.passed.younger) is not ring:
-            if children[touch.block]:
+            if child[touch.block] != NONE:
                 leave(touch)
             elif touch.block in pinned:
                 ring.passed = touch
@@ -158,10 +159,10 @@ class TouchPolicy(EvictionPolicy):
 
     def _take_run(self, touch: Touch, count: int) -> list[int]:
         """The chunk that `touch` names and those above it, up to `count`: unpinned, in its ring, not used since."""
-        mark, parents, children = self._mark, self._forest.parent, self._forest.children
+        mark, parents, child = self._mark, self._forest.parent, self._forest.child
         ring, block, pinned = touch.ring, touch.block, self._forest.pins.linked
         run: list[int] = []
-        while len(run) < count and children[block] <= 1 and block not in pinned:
+        while len(run) < count and child[block] != SEVERAL and block not in pinned:
             own = mark[block]
             if own is not touch:
                 if own is None or own.ring is not ring or own.stamp > touch.stamp:
@@ -179,7 +180,7 @@ class TouchPolicy(EvictionPolicy):
         """Let the run that was taken last leave the forest; what it hung below inherits its touch."""
         parent, touch = self._forest.parent[run[-1]], self._last
         self._forest.remove_run(run)
-        if self._mark[parent] is touch and not self._forest.children[parent] and touch.ring is self._rings[0]:
+        if self._mark[parent] is touch and self._forest.child[parent] == NONE and touch.ring is self._rings[0]:
             touch.block = parent
         else:
             leave(touch)
@@ -200,7 +201,7 @@ class TouchPolicy(EvictionPolicy):
             return
         if touch.stamp >= self._mark[parent].stamp:
             self._carry(parent, touch)
-        if not self._forest.children[parent]:
+        if self._forest.child[parent] == NONE:
             self.bared(parent)
 
     def _carry(self, block: int, touch: Touch) -> None:

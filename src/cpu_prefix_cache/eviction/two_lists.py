@@ -67,7 +67,7 @@ class TwoLists(TouchPolicy):
         forest, ring = self._forest, self._again
         while (touch := ring.passed.younger) is not ring:
             if touch.block not in forest.pins:
-                if not forest.children[touch.block]:
+                if forest.child[touch.block] == NONE:
                     return self._take_run(touch, count)
                 if not or_any:
                     return []

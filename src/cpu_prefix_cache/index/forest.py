@@ -19,9 +19,9 @@ A checkpoint stands here too, below the chunk that ends at its boundary, and nev
 are the *nodes* of the forest; what takes no blocks of its own goes by a number beyond the blocks.
 
 Everything here is indexed by node, but pins and the children of what has several, which are few. Links are arrays,
-because a full garbage collection goes through lists: 6 to 20 ms for each at a million blocks. `children` is a list all
-the same, which makes an insertion with its eviction 15 % faster. Links that are none by `children` and the keys are
-left as they were.
+because a full garbage collection goes through lists: 6 to 20 ms for each at a million blocks. `child` is a list all
+the same, which makes an insertion with its eviction 15 % faster. Links that are none by `child` and the keys are left
+as they were.
 
 The key index is 256 dictionaries, by the first byte of the key: a large one is rebuilt now and then, which at a million
 keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 14).
@@ -36,6 +36,7 @@ from cpu_prefix_cache.index.pins import Pins
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 
 NONE = -1  # no block
+SEVERAL = -2  # in place of a block
 
 
 class Forest:
@@ -52,12 +53,11 @@ class Forest:
         self.key: list[bytes | None] = [None] * size
         self.mark: list[Any] = [None] * size  # the eviction policy's own, which alone reads and writes it
         self.parent = array("I", [0]) * size  # of what is linked, and so is depth
-        self.children = [0] * size
+        self.child = [NONE] * size  # of what has one; or SEVERAL
         self.depth = array("I", [0]) * size  # chunks from the root to here
         self.pins = Pins(self.key, self.parent, self.root)
         self._withdrawn: set[int] = set()  # linked without a key
-        self._child = array("I", [0]) * size  # of what has one child
-        self._several: dict[int, dict[int, None]] = {}  # the children of what has more
+        self._several: dict[int, dict[int, None]] = {}  # the children of what has SEVERAL
         self.departed: dict[bytes, int] | None = None  # removed nodes, by key, if somebody takes them
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._count = 0
@@ -70,8 +70,9 @@ class Forest:
         """A number for a node without blocks of its own."""
         self.key.append(None)
         self.mark.append(None)
-        for numbers in (self.parent, self.children, self.depth, self._child):
-            numbers.append(0)
+        self.child.append(NONE)
+        self.parent.append(0)
+        self.depth.append(0)
         return len(self.key) - 1
 
     def find(self, key: bytes) -> int:
@@ -122,8 +123,8 @@ class Forest:
         if parent != self.root and self.key[parent] is None:
             raise MisuseError(f"block {run[0]} cannot hang below block {parent}, which holds no chunk (rule 3)")
         shards, all_keys, depths = self._shards, self.key, self.depth
-        parents, children, child = self.parent, self.children, self._child
-        depth, above, siblings, sibling = depths[parent], parent, children[parent], child[parent]
+        parents, child = self.parent, self.child
+        depth, above, before = depths[parent], parent, child[parent]
         for block, key in zip(run, keys, strict=True):
             holder = shards[key[0]].setdefault(key, block)
             if holder != block:
@@ -133,22 +134,20 @@ class Forest:
             all_keys[block] = key
             parents[block] = above
             child[above] = block
-            children[block] = 1
             above = block
         self._count += len(run)
-        children[above] = 0
-        children[parent] = siblings + 1
-        if siblings == 1:
-            self._several[parent] = {sibling: None, run[0]: None}
-        elif siblings:
-            self._several[parent][run[0]] = None
+        child[above] = NONE
+        if before != NONE:
+            siblings = self._several[parent] if before == SEVERAL else self._several.setdefault(parent, {before: None})
+            siblings[run[0]] = None
+            child[parent] = SEVERAL
         self.pins.entered(run)
 
     def remove_run(self, run: Sequence[int]) -> None:
         """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
-        keys, children, shards = self.key, self.children, self._shards
-        if children[run[0]]:
-            raise InternalError(f"block {run[0]} has {children[run[0]]} children and cannot leave (rule 3)")
+        keys, child, shards = self.key, self.child, self._shards
+        if child[run[0]] != NONE:
+            raise InternalError(f"block {run[0]} has {self.num_children(run[0])} children and cannot leave (rule 3)")
         if self.pins.linked and not self.pins.linked.isdisjoint(run):
             raise InternalError(f"one of the blocks {run} is pinned and cannot leave (rule 2)")
         self._unlink(run[-1])
@@ -159,7 +158,7 @@ class Forest:
             del shards[key[0]][key]
         for block in run:
             keys[block] = None
-            children[block] = 0
+            child[block] = NONE
         if self.departed is not None:
             self.departed.update(zip(gone, run, strict=True))
         self._count -= len(run)
@@ -188,12 +187,14 @@ class Forest:
     def pin(self, block: int) -> None:
         self.pins.add(block, is_linked=self._is_linked(block))
 
-    def children_of(self, block: int) -> Iterator[int]:
+    def num_children(self, block: int) -> int:
+        return len(self._several[block]) if self.child[block] == SEVERAL else self.child[block] != NONE
+
+    def children(self, block: int) -> Iterable[int]:
         """The children of `block`."""
-        if self.children[block] == 1:
-            yield self._child[block]
-        elif self.children[block]:
-            yield from self._several[block]
+        if self.child[block] == SEVERAL:
+            return self._several[block]
+        return () if self.child[block] == NONE else (self.child[block],)
 
     def held_by(self, block: int) -> Iterator[int]:
         """`block` and, if it is linked, all above it: what a pin on it holds."""
@@ -205,7 +206,7 @@ class Forest:
         """`block` and all below it, parents before children."""
         order = [block]
         for parent in order:
-            order += self.children_of(parent)
+            order += self.children(parent)
         return order
 
     def nodes(self) -> dict[int, bytes]:
@@ -223,10 +224,10 @@ class Forest:
             assert self.depth[block] == self.depth[self.parent[block]] + 1, f"block {block} is at the wrong depth"
         assert set(indexed) <= set(linked), "a chunk is not linked"
         below = Counter(self.parent[block] for block in linked[1:])
-        for block, count in enumerate(self.children):
-            assert below[block] == count, f"the children of block {block} are miscounted"
+        for block in range(len(self.child)):
+            assert below[block] == self.num_children(block), f"the children of block {block} are miscounted"
         assert self._withdrawn == set(linked) - set(indexed) - {self.root}, "what was withdrawn is miscounted"
-        several = {block for block, count in enumerate(self.children) if count > 1}
+        several = {block for block, count in below.items() if count > 1}
         assert self._several.keys() == several, "the children of a block are in the wrong place"
         self.pins.check_valid(set(linked), self.parent)
 
@@ -235,9 +236,10 @@ class Forest:
 
     def _unlink(self, block: int) -> None:
         parent = self.parent[block]
-        if self.children[parent] > 1:
-            siblings = self._several[parent]
-            del siblings[block]
-            if len(siblings) == 1:
-                (self._child[parent],) = self._several.pop(parent)
-        self.children[parent] -= 1
+        if self.child[parent] != SEVERAL:
+            self.child[parent] = NONE
+            return
+        siblings = self._several[parent]
+        del siblings[block]
+        if len(siblings) == 1:
+            (self.child[parent],) = self._several.pop(parent)

@@ -660,7 +660,7 @@ class BlockPool:
                 elif not self.shape.is_shared or state != RETIRED:
                     assert len(blocks) == self.shape.blocks_per_chunk, "no blocks"
             if state == ABSENT:
-                assert self._forest.children[node] or node in self._forest.pins, (
+                assert self._forest.child[node] != NONE or node in self._forest.pins, (
                     f"nothing hangs below absent chunk {node}"
                 )
         self._nodes.chunks.check_valid(chunks)
@@ -760,7 +760,7 @@ class BlockPool:
         """Take out those of these chunks, and then of their ancestors, that are absent and have nothing below them."""
         for chunk in chunks:
             while self._nodes.state[chunk] == ABSENT and not (
-                self._forest.children[chunk] or chunk in self._forest.pins
+                self._forest.child[chunk] != NONE or chunk in self._forest.pins
             ):
                 self._evictions.left(chunk)
                 self._policy.removed(chunk)
@@ -827,12 +827,12 @@ class BlockPool:
             self.free.put(sorted(self._dissolve(gone, RETIRED)))
 
     def _is_needed(self, node: int) -> bool:
-        return node in self._forest.pins or self._forest.children[node] > 0 or node in self._nodes.unfinished
+        return node in self._forest.pins or self._forest.child[node] != NONE or node in self._nodes.unfinished
 
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. Returns its parent, or the root."""
         parent = self._forest.prune(node)
-        if parent != self.root and self.is_placed(parent) and not self._forest.children[parent]:
+        if parent != self.root and self.is_placed(parent) and self._forest.child[parent] == NONE:
             self._policy.bared(parent)
         return parent
 

@@ -88,7 +88,7 @@ class Duplicates:
 
     def _has_more_below(self, chunk: int, levels: int, read: Collection[int]) -> bool:
         """Whether one that only this pool has hangs below, at most so many levels down."""
-        for child in self._forest.children_of(chunk) if levels else ():
+        for child in self._forest.children(chunk) if levels else ():
             is_here_alone = self._state[child] == CACHED and child not in self and child not in read
             if is_here_alone or self._has_more_below(child, levels - 1, read):
                 return True

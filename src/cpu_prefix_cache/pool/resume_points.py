@@ -60,7 +60,7 @@ class ResumePoints:
             if self._log is not None:
                 self._log.removed(nodes)
             return
-        parents, children = self._forest.parent, self._forest.children
+        parents, child = self._forest.parent, self._forest.child
         for node in nodes:
             parent = parents[node]
             chunk = parent if node in self._checkpoints else node
@@ -68,7 +68,7 @@ class ResumePoints:
                 continue  # a request can resume there without it
             if self._nearest.set(chunk, False) and self._log is not None:
                 self._log.removed((chunk,))
-            if not children[parent]:
+            if child[parent] == NONE:
                 self.may_be_useless(parent)
 
     def resumable(self, cached: bytearray) -> bytearray:
@@ -114,6 +114,6 @@ class ResumePoints:
 
     def _is_useless(self, node: int) -> bool:
         forest = self._forest
-        if forest.key[node] is None or forest.children[node] or node in forest.pins or node in self._checkpoints:
+        if forest.key[node] is None or forest.child[node] != NONE or node in forest.pins or node in self._checkpoints:
             return False
         return self._nearest is not None and not self._nearest.here[node]
