@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache.deciding import BlockPool
-from cpu_prefix_cache.pool.admission import Admission, Thresholds
+from cpu_prefix_cache.deciding import BlockPool, CacheOptions
+from cpu_prefix_cache.pool.admission import Admission
 from property_tests.strategies import chain, prompts
 
 requests = st.lists(prompts, max_size=12)
@@ -29,7 +29,8 @@ class Memory:
 
 @given(requests, prompts, st.integers(1, 3), st.integers(0, 6), st.integers(1, 12))
 def test_admission_is_a_bounded_memory_of_long_enough_prompts(told, asked, store_after, min_tokens, remembered):
-    admission, memory = Admission(Thresholds(store_after, min_tokens), remembered), Memory(remembered)
+    options = CacheOptions(store_after=store_after, min_store_tokens=min_tokens)
+    admission, memory = Admission(options, remembered), Memory(remembered)
     for prompt in told:
         admission.told(chain(prompt), len(prompt))
         if len(prompt) >= min_tokens:
@@ -42,7 +43,7 @@ def test_admission_is_a_bounded_memory_of_long_enough_prompts(told, asked, store
 
 @given(requests, prompts, st.integers(1, 3), st.integers(0, 6))
 def test_a_pool_accepts_what_is_admitted_and_no_more(told, asked, store_after, min_tokens):
-    pool = BlockPool(200, thresholds=Thresholds(store_after, min_tokens))
+    pool = BlockPool(200, thresholds=CacheOptions(store_after=store_after, min_store_tokens=min_tokens))
     for prompt in told:
         pool.touch(None, chain(prompt), 0.0, len(prompt))
     long = [chain(prompt) for prompt in told if len(prompt) >= min_tokens]

@@ -47,7 +47,6 @@ from cpu_prefix_cache.offload.requests import RunningRequests
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, TransferLedger
-from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 
@@ -115,7 +114,7 @@ class CPUPrefixCache:
             host_blocks,
             options.policy,
             ready=ready_blocks,
-            thresholds=None if is_above_tier else Thresholds(options.store_after, options.min_store_tokens),
+            thresholds=None if is_above_tier else options,
             log_boundaries=engine.log_boundaries,
             beside=device.num_blocks // planner.device_blocks_per_chunk if is_shared else None,
         )

@@ -5,9 +5,9 @@ from string import ascii_letters
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, MisuseError
-from cpu_prefix_cache.deciding import BlockPool
+from cpu_prefix_cache.deciding import BlockPool, CacheOptions
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.pool.admission import Admission, Thresholds
+from cpu_prefix_cache.pool.admission import Admission
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.testing.engine import GRID, Engine, chain
 
@@ -71,14 +71,14 @@ def test_nonsense_is_refused(options):
 
 
 def test_a_pool_with_a_least_length_needs_the_number_of_tokens():
-    pool = BlockPool(4, thresholds=Thresholds(min_store_tokens=3))
+    pool = BlockPool(4, thresholds=CacheOptions(min_store_tokens=3))
     with pytest.raises(MisuseError, match="number of tokens"):
         pool.touch(None, chain("ab"))
     pool.touch(None)  # nobody's request
 
 
 def test_admission_decides_also_when_there_is_room():
-    pool = BlockPool(4, thresholds=Thresholds(store_after=2))
+    pool = BlockPool(4, thresholds=CacheOptions(store_after=2))
     pool.touch(None, chain("abc"))
     pool.touch(None, chain("abd"))
     assert pool.choose(pool.root, chain("abd")).accepted == 2
@@ -86,7 +86,7 @@ def test_admission_decides_also_when_there_is_room():
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning():
-    admission = Admission(Thresholds(), remembered=4)
+    admission = Admission(CacheOptions(), remembered=4)
     admission.told(chain("abc"), 3)
     admission.told(chain("xyz"), 3)
     assert (len(admission), admission.admitted(chain("abc")), admission.admitted(chain("xyz"))) == (4, 1, 3)
@@ -104,7 +104,7 @@ def test_the_oldest_keys_are_looked_for_once_a_prompt():
             Counted.begun += 1
             return super().__iter__()
 
-    admission = Admission(Thresholds(store_after=2), remembered=100)
+    admission = Admission(CacheOptions(store_after=2), remembered=100)
     admission._seen = Counted()
     for prompt in range(3):
         admission.told([b"%d/%d" % (prompt, at) for at in range(90)], 90)
@@ -112,7 +112,7 @@ def test_the_oldest_keys_are_looked_for_once_a_prompt():
 
 
 def test_a_checkpoint_is_held_back_with_its_chunks():
-    pool = BlockPool(8, needs_checkpoint=lambda depth: True, thresholds=Thresholds(store_after=2))
+    pool = BlockPool(8, needs_checkpoint=lambda depth: True, thresholds=CacheOptions(store_after=2))
     keys, needs = [*chain("ab"), checkpoint_key(b"ab")], [PieceNeed("state", 1)]
     pool.touch(None, chain("ab"))
     assert pool.choose(pool.root, keys, needs).accepted == 0

@@ -24,6 +24,7 @@ from cpu_prefix_cache.keyed.key_planner import KeyPlanner
 from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
 from cpu_prefix_cache.keyed.stretches import Nodes, ends, presence, whole
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.options import USUAL_OPTIONS
 from cpu_prefix_cache.messages.plan import GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.stats import CacheStatistics
@@ -33,7 +34,6 @@ from cpu_prefix_cache.offload.edge import Edge, Ended
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, TransferLedger
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 class KeyedCache:
     """`host_blocks` blocks of `planner.host_block_bytes` bytes on each rank, of which `ready_blocks` may be used at
-    once. `thresholds` are those of a BlockPool.
+    once. With `is_above_tier` the host declines nothing.
 
     Raises ConfigurationError for an unknown policy, and for `arc`: its ghosts are found from the beginning of a prompt
     on, and keys that begin anywhere would be in the middle of what it remembers.
@@ -54,7 +54,7 @@ class KeyedCache:
         host_blocks: int,
         ready_blocks: int | None = None,
         policy: str = "lru",
-        thresholds: Thresholds | None = NO_THRESHOLDS,
+        is_above_tier: bool = False,
     ) -> None:
         if policy == "arc":
             raise ConfigurationError(
@@ -62,6 +62,7 @@ class KeyedCache:
                 "'lru' or 'adaptive'"
             )
         self.planner = planner
+        thresholds = None if is_above_tier else USUAL_OPTIONS
         self.pool = new_pool(planner, host_blocks, policy, ready=ready_blocks, thresholds=thresholds)
         self._pools = [self.pool]
         self._given = GivenBlocks(planner)

@@ -52,7 +52,7 @@ class TieredKeyedCache(KeyedCache):
             host_blocks=host_blocks,
             ready_blocks=ready_blocks,
             policy=policy,
-            thresholds=None,
+            is_above_tier=True,
         )
         self.below = TierCache(planner, self.pool, below, CacheOptions(policy=policy), ranks=1)
         self._pools.append(self.below.pool)

@@ -43,5 +43,10 @@ class CacheOptions:
         if self.min_load_tokens is not None:
             check_whole("min_load_tokens", self.min_load_tokens, 0)
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether any chunk may be held back: else nobody needs to count prompts."""
+        return self.store_after > 1 or self.min_store_tokens > 0
+
 
 USUAL_OPTIONS = CacheOptions()

@@ -2,7 +2,7 @@
 
 A chunk may be stored once `store_after` requests had it in their prompts, of those prompts that have at least
 `min_store_tokens` tokens. Shorter prompts count for nothing, nor do the tokens of an answer, until a later prompt has
-them.
+them. A request that was preempted and is admitted again counts again.
 
     store_after=2      told abc     told abd     asked abd: 2, since a and ab were seen twice, abd once
 
@@ -13,43 +13,20 @@ above it, and the answer is found by bisection. What was forgotten counts from 0
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from cpu_prefix_cache.messages.errors import MisuseError
-from cpu_prefix_cache.messages.numbers import check_whole
+from cpu_prefix_cache.messages.options import CacheOptions
 
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """A chunk is stored once `store_after` prompts of at least `min_store_tokens` tokens had it. Both hold nothing back
-    by default. A request that was preempted and is admitted again counts again.
-
-    Raises ConfigurationError for a `store_after` below 1 and for negative `min_store_tokens`.
-    """
-
-    store_after: int = 1
-    min_store_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole("store_after", self.store_after, 1)
-        check_whole("min_store_tokens", self.min_store_tokens, 0)
-
-    def __bool__(self) -> bool:
-        """Whether anything may be held back: else nobody needs to check."""
-        return self.store_after > 1 or self.min_store_tokens > 0
-
-
-NO_THRESHOLDS = Thresholds()
 REMEMBERED_KEYS = 8  # keys, for each block of the pool
 
 
 class Admission:
     """Counts the keys of every admitted request, and limits the chunks of a chain to store. See above."""
 
-    def __init__(self, thresholds: Thresholds, remembered: int) -> None:
-        self._store_after = thresholds.store_after
-        self._min_tokens = thresholds.min_store_tokens
+    def __init__(self, options: CacheOptions, remembered: int) -> None:
+        self._store_after = options.store_after
+        self._min_tokens = options.min_store_tokens
         self._remembered = remembered
         self._seen: dict[bytes, int] = {}  # how often, up to store_after; told longest ago first
 

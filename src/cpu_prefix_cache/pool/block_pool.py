@@ -52,8 +52,9 @@ from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError, PoolExhausted
+from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.stats import PoolStatistics
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, REMEMBERED_KEYS, Admission, Thresholds
+from cpu_prefix_cache.pool.admission import REMEMBERED_KEYS, Admission
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.duplicates import Duplicates
 from cpu_prefix_cache.pool.evictions import Evictions
@@ -87,9 +88,9 @@ class BlockPool:
     `needs_checkpoint` is true of a depth, in chunks, where resuming takes a checkpoint; without it none does, and
     there are none. With it, a chunk may take no blocks at all, as in a model without prefix groups.
 
-    `policy` is made of a name by `policy_of`, where that has a depth in tokens. `thresholds` hold back chunks that too
-    few or too short prompts had (admission.py): `choose` then accepts less. None: it accepts all, whatever the policy
-    does. With `log_boundaries` the pool keeps a log of what can be hit, which somebody takes now and then
+    `policy` is made of a name by `policy_of`, where that has a depth in tokens. The `thresholds` hold back chunks that
+    too few or too short prompts had (admission.py): `choose` then accepts less. None: it accepts all, whatever the
+    policy does. With `log_boundaries` the pool keeps a log of what can be hit, which somebody takes now and then
     (`take_events`). `beside` is the pool that this one is closed with, if there is one; not in a pool with checkpoints.
 
     Raises ConfigurationError for an unknown policy and for a pool that holds no chunk.
@@ -103,13 +104,15 @@ class BlockPool:
         blocks_per_chunk: int = 1,
         ready: int | None = None,
         needs_checkpoint: Callable[[int], bool] | None = None,
-        thresholds: Thresholds | None = NO_THRESHOLDS,
+        thresholds: CacheOptions | None = USUAL_OPTIONS,
         log_boundaries: bool = False,
         beside: Beside | None = None,
     ) -> None:
         self.shape = Shape(num_blocks, blocks_per_chunk, needs_checkpoint, beside, declines=thresholds is not None)
         new_policy = policy_of(policy) if isinstance(policy, str) else policy
-        self._admission = Admission(thresholds, REMEMBERED_KEYS * num_blocks) if thresholds else None
+        self._admission: Admission | None = None
+        if thresholds is not None and thresholds.holds_back:
+            self._admission = Admission(thresholds, REMEMBERED_KEYS * num_blocks)
         self.free = FreeRuns()  # ascending
         self.ready = 0
         self._notes = Notes(num_blocks)

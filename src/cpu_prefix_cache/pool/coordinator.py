@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from cpu_prefix_cache.eviction import policy_of
+from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.pool.admission import NO_THRESHOLDS, Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.shape import Beside
@@ -50,7 +50,7 @@ def new_pool(
     *,
     ready: int | None = None,
     on_device: bool = False,
-    thresholds: Thresholds | None = NO_THRESHOLDS,
+    thresholds: CacheOptions | None = USUAL_OPTIONS,
     log_boundaries: bool = False,
     beside: int | None = None,
 ) -> BlockPool:

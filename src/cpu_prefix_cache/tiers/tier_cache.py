@@ -41,7 +41,6 @@ from cpu_prefix_cache.offload.engine_steps import EngineSteps
 from cpu_prefix_cache.offload.lazy import MARGIN
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, Transfer, TransferLedger
-from cpu_prefix_cache.pool.admission import Thresholds
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.tiers.demotion import Demotion
@@ -100,9 +99,8 @@ class TierCache:
         written = max(1, min(chunks // WRITTEN_SHARE, WRITTEN_CHUNKS))
         self.planner = planner.below()
         self.slice_chunks = max(1, READ_BYTES // planner.host_block_bytes // max(1, planner.host_blocks_per_chunk))
-        thresholds = Thresholds(above.store_after, above.min_store_tokens)
         self.pool = new_pool(
-            self.planner, options.slots, options.policy, thresholds=thresholds, log_boundaries=log_boundaries
+            self.planner, options.slots, options.policy, thresholds=above, log_boundaries=log_boundaries
         )
         self.coordinator = KVCacheCoordinator(self.planner, self.pool)
         stores = StorePlanner(self.coordinator, HostDevice(host), TransferLedger(ranks), MARGIN)

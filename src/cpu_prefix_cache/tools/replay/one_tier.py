@@ -1,7 +1,7 @@
 """Replays a trace through the host pool alone: hits are loaded, misses are stored."""
 
 from cpu_prefix_cache.eviction import policy_of
-from cpu_prefix_cache.pool.admission import Thresholds
+from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.outcome import Tally
@@ -17,7 +17,7 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
     pool = BlockPool(
         trace.usable(host.capacity),
         policy_of(host.policy, trace.block_tokens),
-        thresholds=Thresholds(host.store_after, host.min_store_tokens),
+        thresholds=CacheOptions(store_after=host.store_after, min_store_tokens=host.min_store_tokens),
     )
     tally = Tally()
     for requests in meter.slices(trace.requests):
