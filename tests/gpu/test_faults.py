@@ -7,7 +7,7 @@ import torch
 
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier import triton_staging
-from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from tests.gpu.stage import Stage, plan_of, wait_for
@@ -36,7 +36,7 @@ def breakable(stage, what):
     """Where a launch, or a copy, comes by."""
     if what == "launch":
         return triton_staging.Launcher, "launch"
-    return Region, "cross"
+    return HostRegion, "cross"
 
 
 @pytest.mark.parametrize("direction", Direction)

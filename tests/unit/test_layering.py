@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -180,6 +181,26 @@ def test_connectors_import_common_parts_and_none_the_other(name, may_import):
 @pytest.mark.parametrize("name", ["common", "multi", "tier"])
 def test_the_common_parts_of_connectors_know_no_engine(name):
     assert importing((HOME.parent / "connector" / name).rglob("*.py"), ENGINES - {"connector"}) == []
+
+
+def named_twice(files):
+    """Classes of one name in several of these files."""
+    found = Counter(node.name for file in files for node in ast.walk(ast.parse(file.read_text())) if is_class(node))
+    return sorted(name for name, count in found.items() if count > 1)
+
+
+def is_class(node):
+    return isinstance(node, ast.ClassDef)
+
+
+def test_no_class_name_of_the_library_stands_for_two_things():
+    assert named_twice(HOME.rglob("*.py")) == []
+
+
+def test_a_name_for_two_things_is_found(tmp_path):
+    for name, text in {"a": "class Run: pass", "b": "class Row: pass\nclass Run: pass"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert named_twice(tmp_path.glob("*.py")) == ["Run"]
 
 
 def test_the_library_knows_no_engine():

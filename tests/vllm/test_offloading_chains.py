@@ -1,11 +1,11 @@
 """Boundaries of a request, out of the keys of vLLM and where they end."""
 
-from connector.vllm_offloading.chains import Chain
+from connector.vllm_offloading.chains import BoundaryChain
 from tests.vllm.offloading import BLOCK, key
 
 
 def chain_of(*ends):
-    chain = Chain()
+    chain = BoundaryChain()
     chain.extend({key(text, group): tokens for text, group, tokens in ends})
     return chain
 
@@ -31,7 +31,7 @@ def test_the_longest_block_of_all_groups_makes_the_boundaries():
 
 def test_keys_after_the_last_boundary_have_no_place_until_that_is_there():
     ends = {key("a"): 16, key("ab"): 32, key("ab", 1): 32, key("abc"): 48}
-    chain = Chain()
+    chain = BoundaryChain()
     chain.extend(ends)
     assert chain.place(key("abc")) is None
     ends |= {key("abcd"): 64, key("abcd", 1): 64}
@@ -42,7 +42,7 @@ def test_keys_after_the_last_boundary_have_no_place_until_that_is_there():
 
 def test_a_boundary_that_comes_before_the_one_above_it_waits_for_that():
     ends = {key("a"): 16, key("abc"): 48}
-    chain = Chain()
+    chain = BoundaryChain()
     chain.extend(ends)
     assert chain.hashes == [digest("a")]
     ends[key("ab")] = 32

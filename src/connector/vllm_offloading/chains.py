@@ -17,7 +17,7 @@ from itertools import islice
 GROUP_BYTES = 4  # of a key, at its end
 
 
-class Chain:
+class BoundaryChain:
     """`hashes` are those of the boundaries, from the first one on. More come as the request goes on."""
 
     def __init__(self) -> None:

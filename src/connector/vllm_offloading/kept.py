@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, Protocol
 
-from connector.vllm_offloading.chains import Chain
+from connector.vllm_offloading.chains import BoundaryChain
 from cpu_prefix_cache.deciding import BlockPool, InternalError, Pin
 
 
@@ -36,10 +36,10 @@ class Chunk(Protocol):
 
 
 @dataclass(slots=True)
-class Use:
+class PromptUse:
     """One request's use of the cache. The policy wants its boundaries before number `accepted`."""
 
-    chain: Chain = field(default_factory=Chain)
+    chain: BoundaryChain = field(default_factory=BoundaryChain)
     touch: Any = None
     accepted: int = 0
 
@@ -53,7 +53,7 @@ class Boundary:
     pin: Pin | None = None
 
 
-class Kept:
+class KeptChunks:
     """`capacity` chunks under a policy of this name."""
 
     def __init__(self, capacity: int, policy: str) -> None:
@@ -71,14 +71,14 @@ class Kept:
 
     # A request
 
-    def begin(self, use: Use, now: float) -> None:
+    def begin(self, use: PromptUse, now: float) -> None:
         """A request uses what it finds here."""
         hashes = use.chain.hashes
         found = self._pool.resident_run(hashes, 0, len(hashes))
         use.touch = self._pool.touch(self._pool.find(hashes[found - 1]) if found else None, hashes, now)
         self.offer(use, ())
 
-    def offer(self, use: Use, keys: Collection[bytes]) -> None:
+    def offer(self, use: PromptUse, keys: Collection[bytes]) -> None:
         """vLLM is about to store these, of one request: let the policy decide which of them it wants.
 
         With them it decides about what is loose and stands between them.
@@ -97,15 +97,15 @@ class Kept:
             self.place_loose(use, start)
             self._wanted = [hashes[at] for at in wanted if at < use.accepted and not self._is_here(use, at)]
 
-    def place_loose(self, use: Use, at: int) -> None:
+    def place_loose(self, use: PromptUse, at: int) -> None:
         """Place the loose chunks of accepted boundaries, from this one on."""
         while at < use.accepted and self._is_loose(use, at) and self._place(use, at):
             at += 1
 
-    def _is_loose(self, use: Use, at: int) -> bool:
+    def _is_loose(self, use: PromptUse, at: int) -> bool:
         return any(key in self._loose for key in use.chain.keys(at))
 
-    def _is_here(self, use: Use, at: int) -> bool:
+    def _is_here(self, use: PromptUse, at: int) -> bool:
         return any(key in self.chunks for key in use.chain.keys(at))
 
     def _give_back(self) -> None:
@@ -113,7 +113,7 @@ class Kept:
         self._pool.abort([*self._taken.values()])
         self._taken.clear()
 
-    def _place(self, use: Use, at: int) -> bool:
+    def _place(self, use: PromptUse, at: int) -> bool:
         """Place a boundary with those of its chunks that are loose, if the one above it is placed."""
         hashes = use.chain.hashes
         parent = self._pool.find(hashes[at - 1]) if at else self._pool.root
@@ -132,7 +132,7 @@ class Kept:
 
     # Chunks
 
-    def insert(self, key: bytes, chunk: Chunk, use: Use | None) -> None:
+    def insert(self, key: bytes, chunk: Chunk, use: PromptUse | None) -> None:
         """vLLM stores a chunk, for a request if it is known which."""
         self.chunks[key] = chunk
         self._loose[key] = None

@@ -22,7 +22,7 @@ from typing import ClassVar
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from connector.vllm_offloading.kept import Kept, Use
+from connector.vllm_offloading.kept import KeptChunks, PromptUse
 
 
 class RequestUse:
@@ -31,7 +31,7 @@ class RequestUse:
     def __init__(self, kept: object, resets: int) -> None:
         self.kept = kept
         self.resets = resets
-        self.use = Use()
+        self.use = PromptUse()
         self.has_begun = False
 
 
@@ -43,8 +43,8 @@ class PrefixPolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._kept = Kept(cache_capacity, self.name)
-        self._coming: dict[bytes, Use] = {}  # by key, the request that is about to store it
+        self._kept = KeptChunks(cache_capacity, self.name)
+        self._coming: dict[bytes, PromptUse] = {}  # by key, the request that is about to store it
         self._resets = 0
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
@@ -102,7 +102,7 @@ class PrefixPolicy(CachePolicy):
         """Assert every rule that is kept here. For tests."""
         self._kept.check_valid()
 
-    def _use(self, req_context: ReqContext) -> Use:
+    def _use(self, req_context: ReqContext) -> PromptUse:
         """The request's use of the cache, which begins with the first call."""
         mine = req_context.get_state(RequestUse)
         if mine is None or mine.kept is not self._kept or mine.resets != self._resets:

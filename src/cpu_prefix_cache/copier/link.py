@@ -16,7 +16,7 @@ from cpu_prefix_cache.memory.moves import SEAM_BYTES, Moves, Span, moves_of
 from cpu_prefix_cache.messages.plan import Direction
 
 
-class Region:
+class HostRegion:
     """The host region `blocks`, uint8 [host blocks, bytes]. `arena`, which it begins, has the number of bytes pinned by
     now; None: it is pinned. Without a `driver`, for tensors in host memory, a copy is done at once."""
 

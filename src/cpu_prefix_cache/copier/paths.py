@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from cpu_prefix_cache.copier.binding import BoundGroup
-from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.triton_coding import CodingLauncher, coding_launchers
@@ -49,7 +49,7 @@ def _slices(count: int, num_bytes: int, most: int, is_part: bool) -> Iterator[tu
 NO_FLAGS = torch.zeros(0, dtype=torch.int32)
 
 
-class Unfit(NamedTuple):
+class Misfits(NamedTuple):
     """Which pieces of a store did not fit, once it has passed: `flags`, int32 [pieces], and the first host block of
     each piece."""
 
@@ -70,7 +70,7 @@ def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
 class Direct:
     """Copies large blocks without a slot, part after part."""
 
-    def __init__(self, group: BoundGroup, region: Region) -> None:
+    def __init__(self, group: BoundGroup, region: HostRegion) -> None:
         self._piece, self._region = group.piece, region
         self._parts = [
             (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
@@ -79,7 +79,7 @@ class Direct:
         ]
         self.slice_pieces = min(_direct_slice(part) for part in group.parts)
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Unfit | None:
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Misfits | None:
         ring.streams.copies.wait(after)
         width = self._piece.host_blocks
         for part, which, places in self._parts:
@@ -101,7 +101,7 @@ class _SlotRun:
     """Parts of a group that fit a slot: all of them, unless the piece is large. A slot holds at most `most` pieces,
     `_pitch` bytes apart."""
 
-    def __init__(self, run: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
+    def __init__(self, run: BoundGroup, region: HostRegion, slot_bytes: int, tiling: Tiling) -> None:
         begin, num_bytes = run.offsets[0], run.offsets[-1] - run.offsets[0]
         offsets, device_blocks = [offset - begin for offset in run.offsets[:-1]], run.piece.device_blocks
         self._launchers: Sequence[Launcher | CodingLauncher]
@@ -147,16 +147,16 @@ class _SlotRun:
 class ThroughRing:
     """Copies fragments through the slots of a ring."""
 
-    def __init__(self, group: BoundGroup, region: Region, slot_bytes: int, tiling: Tiling) -> None:
+    def __init__(self, group: BoundGroup, region: HostRegion, slot_bytes: int, tiling: Tiling) -> None:
         self._runs = [_SlotRun(run, region, slot_bytes, tiling) for run in _cuts(group, slot_bytes)]
         self._group, self._is_pinned = group, group.parts[0].device.type == "cuda"
         self.slice_pieces = min(run.most for run in self._runs)
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Unfit | None:
-        unfit: Unfit | None = None
+    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Misfits | None:
+        unfit: Misfits | None = None
         if self._group.is_coded and direction is Direction.STORE:
             firsts = copy.host_blocks[:: self._group.piece.host_blocks]
-            unfit = Unfit(torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned), firsts)
+            unfit = Misfits(torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned), firsts)
         for run in self._runs:
             run.submit(direction, copy, ring, after, NO_FLAGS if unfit is None else unfit.flags, is_part)
         return unfit

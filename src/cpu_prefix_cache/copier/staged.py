@@ -27,9 +27,9 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
-from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
-from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, ThroughRing, Unfit, round_up, without_ring
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, Misfits, ThroughRing, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
 from cpu_prefix_cache.copier.sections import in_sections, numbers_of
 from cpu_prefix_cache.copier.streams import AllOf, Event, LinkStreams, ReadsOf, Stored, Streams, streams_for
@@ -83,7 +83,7 @@ class StagedCopier(Copier):
         self._streams = streams_for(device, SLOTS) if streams is None else streams
         tiling = tiling_on(device) if tiling is None else tiling
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
-        region, groups = Region(host, driver, pinned, seam_bytes), self._binding.groups
+        region, groups = HostRegion(host, driver, pinned, seam_bytes), self._binding.groups
         direct = [without_ring(group, direct_bytes) for group in groups]
         staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
         num_slots, slot_bytes = _slots(staged, ring_bytes // 2)
@@ -168,7 +168,7 @@ class StagedCopier(Copier):
         self._binding.check(direction, copies)
         ring = self._rings[direction]
         loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
-        coded = list[Unfit]()  # kernels write to their flags: nothing but an end may drop them
+        coded = list[Misfits]()  # kernels write to their flags: nothing but an end may drop them
         with self._submitting(ring.streams, loading):
             for copy in (each for each in copies if each.host_blocks):
                 unfit = self._paths[copy.group].submit(direction, copy, ring, after, is_part)
@@ -188,7 +188,7 @@ def _by_section(
     whole: Direct | ThroughRing,
     through: Callable[[BoundGroup], ThroughRing],
     without: Callable[[BoundGroup], BoundGroup | None],
-    region: Region,
+    region: HostRegion,
 ) -> Sequence[Direct | ThroughRing]:
     """The paths of a group's sections: of the kind that the whole group takes, else that one alone."""
     if len(sections) == 1:

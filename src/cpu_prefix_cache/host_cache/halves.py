@@ -59,7 +59,7 @@ class HostStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _Started:
     """A request from `start` to `end`."""
 
     keys: Sequence[bytes]  # none if it ran at a reset
@@ -163,7 +163,7 @@ class Halves:
         self._strict = options.strict
         self._max_model_len = max_model_len
         self._process, self._is_closed = os.getpid(), False
-        self._running: dict[Hashable, _Running] = {}
+        self._running: dict[Hashable, _Started] = {}
         self._began = 0.0  # when the last step did, with a tier
         # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
@@ -216,7 +216,7 @@ class Halves:
         if isinstance(answer, Pending):
             return answer
         destinations = self._destinations_of(allocate, answer) if isinstance(answer, Hit) else None
-        running = self._running[id] = _Running(keys, on_device)
+        running = self._running[id] = _Started(keys, on_device)
         if destinations is None or not isinstance(answer, Hit):
             self.cache.admit(request, on_device, now=now)
             return MISS

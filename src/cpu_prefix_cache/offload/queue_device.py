@@ -23,7 +23,7 @@ from cpu_prefix_cache.pool.notes import Notes
 JUST_FREED = 256  # blocks: a search of 4,096 takes 40 us, one of 256 takes 3
 
 
-class _Hold(NamedTuple):
+class _QueueHold(NamedTuple):
     in_use: list[int]  # blocks, the deepest chunk first
     waited: list[tuple[int, bytes | None]]  # places
     parent: Sequence[int]
@@ -121,7 +121,7 @@ class QueueDevice(Device):
     def is_waiting(self, block: int, key: bytes | None) -> bool:
         return not self.users(block) and self.key(block) == key
 
-    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> _Hold:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> _QueueHold:
         in_use, waited = [], []
         queue, at = self.queue(), 0
         for block in reversed(blocks):
@@ -131,7 +131,7 @@ class QueueDevice(Device):
                 at = self._leave(queue, block, at)
                 waited.append((block, self.key(block)))
         self.use(blocks, +1)
-        return _Hold(in_use, waited, parent)
+        return _QueueHold(in_use, waited, parent)
 
     def _leave(self, queue: MutableSequence[int], block: int, at: int) -> int:
         """Take a block out of the queue, from position `at` if it is there: a prompt's blocks wait side by side."""
@@ -142,7 +142,7 @@ class QueueDevice(Device):
         self._places.leave((block, self.key(block)), FRONT if before is None else (before, self.key(before)))
         return at
 
-    def release(self, hold: _Hold) -> None:
+    def release(self, hold: _QueueHold) -> None:
         queue = self.queue()
         last = list(hold.in_use)
         for place in hold.waited:

@@ -50,7 +50,7 @@ class _Placed:
 _Entry = tuple[Any, int, int, _Placed]  # last use when it was made, no later than the true one; two to tell them apart
 
 
-class _Hold(NamedTuple):
+class _RadixHold(NamedTuple):
     nodes: list[Node]
     pages: list[int]  # in no node
 
@@ -253,16 +253,16 @@ class RadixDevice(Device):
         node = self._node[block] if block < len(self._node) else None
         return bool(block in self.free_pages()) if node is None else not self.locks(node)
 
-    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> _Hold:
+    def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> _RadixHold:
         of = [self._node[block] if block < len(self._node) else None for block in blocks]
         nodes = list({id(node): node for node in of if node is not None}.values())
         pages = [block for block, node in zip(blocks, of, strict=True) if node is None]
         for node in nodes:
             self.lock(node, +1)
         self._held.update(pages)
-        return _Hold(nodes, pages)
+        return _RadixHold(nodes, pages)
 
-    def release(self, hold: _Hold) -> None:
+    def release(self, hold: _RadixHold) -> None:
         for node in hold.nodes:
             self.lock(node, -1)
         self._held.subtract(hold.pages)

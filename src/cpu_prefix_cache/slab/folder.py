@@ -27,7 +27,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.slab import generations, manifest, records
 from cpu_prefix_cache.slab.allocation import allocate
 from cpu_prefix_cache.slab.durable import NEW, remove_durably
-from cpu_prefix_cache.slab.generations import Generations, Kept, read_generations
+from cpu_prefix_cache.slab.generations import Generations, KeptGenerations, read_generations
 from cpu_prefix_cache.slab.manifest import Manifest
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.private import open_file, open_folder, open_path
@@ -148,7 +148,7 @@ class Folder:
         if not is_reserved:
             logger.warning("the files in %s are sparse: their file system reserves no room, so keep it free", self.path)
         kept = None if there is None else read_generations(self.opened, self.path)
-        self.generations = Generations(self.opened, kept or Kept())
+        self.generations = Generations(self.opened, kept or KeptGenerations())
         if self.generations.was_reset:
             logger.warning(
                 "%s begins anew: it was reset, and nothing tells which weights wrote to it since then", self.path

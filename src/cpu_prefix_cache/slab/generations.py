@@ -26,7 +26,7 @@ NAME = "generations"
 MARK = "was-reset"
 
 
-class Kept(NamedTuple):
+class KeptGenerations(NamedTuple):
     """The content of a folder; of a new one, all is to come."""
 
     floor: int = 0
@@ -40,7 +40,7 @@ class Generations:
     reset since the last opening.
     """
 
-    def __init__(self, folder: int, kept: Kept) -> None:
+    def __init__(self, folder: int, kept: KeptGenerations) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self.first = begin_of(kept.last + 1)
         self.was_reset = MARK in os.listdir(folder) or kept.was_reset
@@ -83,11 +83,11 @@ class Generations:
         self._kept, self._last = floor, last
 
 
-def read_generations(folder: int, where: Path) -> Kept | None:
+def read_generations(folder: int, where: Path) -> KeptGenerations | None:
     """None: it is not known which records may be served, so none may."""
     try:
         content = json.loads(read_small(folder, NAME, where) or b"")
-        kept = Kept(content["floor"], content["last"], content.get("was_reset", False) is not False)
+        kept = KeptGenerations(content["floor"], content["last"], content.get("was_reset", False) is not False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     is_whole = all(type(number) is int and number >= 0 for number in (kept.floor, kept.last))

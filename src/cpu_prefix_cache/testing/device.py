@@ -86,7 +86,7 @@ class _Request(NamedTuple):
     request: Any  # the engine's
 
 
-class _Hold(NamedTuple):
+class _TrialHold(NamedTuple):
     value: object  # what the device answered
     blocks: list[int]
     stays: Counter[int]  # of all blocks, when it began
@@ -108,7 +108,7 @@ class _Machine(RuleBasedStateMachine):
         self.device, self.width = self.trial.device, self.trial.chunk_blocks
         self.requests: list[_Request] = []
         self.contents: dict[int, bytes] = {}  # of blocks that were computed since they were handed out
-        self.holds: list[_Hold] = []
+        self.holds: list[_TrialHold] = []
         self.prompts: list[list[bytes]] = []  # keys of requests so far
         self.chunks: dict[bytes, list[bytes]] = {}  # key -> contents of its blocks
         self.stays = Counter[int]()  # block -> how often it was used: what waited before is another stay
@@ -251,7 +251,7 @@ class _Machine(RuleBasedStateMachine):
         self.device.release(hold.value)
         assert self.order() == before, f"{hold.blocks} were held twice and released once, and the order changed"
         self.stays.update(hold.blocks)
-        self.holds.append(_Hold(value, hold.blocks, self.stays.copy()))
+        self.holds.append(_TrialHold(value, hold.blocks, self.stays.copy()))
 
     def hold(self, blocks: list[int], parent: Sequence[int]) -> None:
         if not blocks or any(block in hold.blocks for hold in self.holds for block in blocks):
@@ -264,7 +264,7 @@ class _Machine(RuleBasedStateMachine):
         left = [place for place in before if place in places]
         assert after == left, f"{blocks} were held, and the order of others changed"
         if self.device.num_waiting >= self.device.num_promised:
-            self.holds.append(_Hold(value, blocks, self.stays.copy()))
+            self.holds.append(_TrialHold(value, blocks, self.stays.copy()))
             return
         self.device.release(value)
         assert self.order() == before, f"{blocks} were held and released, and the order changed"

@@ -19,7 +19,7 @@ Blocks = Sequence[int]
 Memory = dict[int, Any]  # of one rank, by block
 
 
-class _Piece(NamedTuple):
+class _PieceBlocks(NamedTuple):
     host: Blocks
     device: Blocks
 
@@ -28,7 +28,7 @@ class _Copy(NamedTuple):
     """A transfer in flight on one rank. What it has read may change if somebody may overwrite it meanwhile."""
 
     is_store: bool
-    pieces: list[_Piece]
+    pieces: list[_PieceBlocks]
     read: list[Any]
     may_change: bool
 
@@ -102,17 +102,17 @@ class Patterns:
             for piece in copy.pieces:
                 self._write(rank, copy.is_store, piece, None)
 
-    def _pieces(self, transfer: TransferPlan) -> Iterator[_Piece]:
+    def _pieces(self, transfer: TransferPlan) -> Iterator[_PieceBlocks]:
         for copy in transfer.copies:
             h, d = self._planner.pieces[copy.group].host_blocks, self._planner.pieces[copy.group].device_blocks
             for at in range(len(copy.host_blocks) // h):
-                yield _Piece(copy.host_blocks[at * h : (at + 1) * h], copy.device_blocks[at * d : (at + 1) * d])
+                yield _PieceBlocks(copy.host_blocks[at * h : (at + 1) * h], copy.device_blocks[at * d : (at + 1) * d])
 
-    def _read(self, rank: int, is_store: bool, piece: _Piece) -> list[Any]:
+    def _read(self, rank: int, is_store: bool, piece: _PieceBlocks) -> list[Any]:
         memory, blocks = (self.device, piece.device) if is_store else (self.host, piece.host)
         return [memory[rank].get(block) for block in blocks]
 
-    def _write(self, rank: int, is_store: bool, piece: _Piece, read: list[Any] | None) -> None:
+    def _write(self, rank: int, is_store: bool, piece: _PieceBlocks, read: list[Any] | None) -> None:
         if is_store:
             parts = self.on_host(read or (), len(piece.host)) if read is not None else [TORN] * len(piece.host)
             self.host[rank].update(zip(piece.host, parts, strict=True))

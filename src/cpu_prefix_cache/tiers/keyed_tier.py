@@ -51,7 +51,7 @@ class KeyedTierStatistics(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _Moving:
     """A job on its way: `nodes[i]` of the pool, which is also a slot, holds `names[i]`."""
 
     job: int
@@ -83,7 +83,7 @@ class KeyedTier:
         self._breakers = {direction: _Breaker(direction, pause) for direction in Direction}
         self._questions = None if ask_seconds is None else KeyedQuestions(ask_seconds)
         self._revision: str | None = None  # as the last reset has named it
-        self._transfers: dict[int, _Transfer] = {}  # by their numbers, in the order in which they began
+        self._transfers: dict[int, _Moving] = {}  # by their numbers, in the order in which they began
         self._loads: dict[int, float] = {}  # of these, when each began
         self._writing: dict[BlockName, None] = {}
         self._new: list[TransferPlan] = []
@@ -143,7 +143,7 @@ class KeyedTier:
             self._generations[node] = self._next
             self._next += 1
         self._writing.update(dict.fromkeys(taken))
-        transfer = _Transfer(job, taken, nodes, lost, self._epoch, self._now)
+        transfer = _Moving(job, taken, nodes, lost, self._epoch, self._now)
         self._begin(Direction.STORE, transfer, [wanted[name] for name in taken])
 
     def load(self, job: int, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class KeyedTier:
         wanted = dict(zip(names, blocks, strict=True)) if self._can_be_read else {}
         here = {name: node for name in wanted if (node := self._pool.find(name.spelled)) is not None}
         nodes = [*here.values()]
-        transfer = _Transfer(job, [*here], nodes, {*names} - here.keys(), self._epoch, self._now)
+        transfer = _Moving(job, [*here], nodes, {*names} - here.keys(), self._epoch, self._now)
         if nodes:
             transfer.pin = self._pool.pin(*nodes)
         self._begin(Direction.LOAD, transfer, [wanted[name] for name in here])
@@ -209,7 +209,7 @@ class KeyedTier:
     def _is_known(self, name: BlockName) -> bool:
         return name in self._writing or self._pool.find(name.spelled) is not None
 
-    def _begin(self, direction: Direction, transfer: _Transfer, blocks: Sequence[int]) -> None:
+    def _begin(self, direction: Direction, transfer: _Moving, blocks: Sequence[int]) -> None:
         if not transfer.nodes:
             self._ended.append(JobEnded(transfer.job, frozenset(transfer.lost)))
             return
@@ -220,7 +220,7 @@ class KeyedTier:
             self._loads[self._next_id] = transfer.since
         self._next_id += 1
 
-    def _copies(self, transfer: _Transfer, blocks: Sequence[int]) -> Iterator[GroupCopy]:
+    def _copies(self, transfer: _Moving, blocks: Sequence[int]) -> Iterator[GroupCopy]:
         for number in sorted({name.number for name in transfer.names}):
             at = [at for at, name in enumerate(transfer.names) if name.number == number]
             slots = tuple(transfer.nodes[each] for each in at)
@@ -244,7 +244,7 @@ class KeyedTier:
         )
         self._ended.append(JobEnded(transfer.job, frozenset([*transfer.lost, *lost])))
 
-    def _end_store(self, transfer: _Transfer, is_good: bool) -> Sequence[BlockName]:
+    def _end_store(self, transfer: _Moving, is_good: bool) -> Sequence[BlockName]:
         if transfer.epoch == self._epoch:
             for name in transfer.names:
                 del self._writing[name]
@@ -255,7 +255,7 @@ class KeyedTier:
             self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
         return ()
 
-    def _end_load(self, transfer: _Transfer, pin: Pin, is_good: bool, refused: Collection[int]) -> Sequence[BlockName]:
+    def _end_load(self, transfer: _Moving, pin: Pin, is_good: bool, refused: Collection[int]) -> Sequence[BlockName]:
         self._counts["refused"] += len(refused)
         self._pool.unpin(pin)
         lost = [

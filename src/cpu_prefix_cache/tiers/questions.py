@@ -31,7 +31,7 @@ LOOKED_AT = 256  # chunks whose checkpoints are looked for, from the deepest on:
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class StoreQuestion:
     """Question about the chunks `keys[depth:stop]`. `is_over`: nobody waits for it. `is_counted`: a request does, and
     no hint of one."""
 
@@ -43,7 +43,7 @@ class Question:
     is_counted: bool = False
 
 
-class Questions:
+class StoreQuestions:
     """`take` takes a chain into the tier's pool. `ended` gets whether the store answers: with each answer, and with
     a query that failed, or is late without any answer since. A request waits `seconds`.
     None: nobody else writes to the tier, so nothing is ever queried.
@@ -58,10 +58,10 @@ class Questions:
     ) -> None:
         self._coordinator, self._pool, self._planner = coordinator, coordinator.pool, coordinator.planner
         self._take, self._ended, self._seconds = take, ended, seconds
-        self._of: dict[Hashable, Question] = {}  # by request, in the order in which they came
-        self._open: dict[int, Question] = {}  # may still be answered, in the order of their numbers
+        self._of: dict[Hashable, StoreQuestion] = {}  # by request, in the order in which they came
+        self._open: dict[int, StoreQuestion] = {}  # may still be answered, in the order of their numbers
         self._new: list[Ask] = []  # since the last plan
-        self._probe: Question | None = None
+        self._probe: StoreQuestion | None = None
         self._has_answered = False  # the probe, however late
         self._next = 0
         self._heard: int | None = None  # the ranks have questions with smaller numbers; None: with any
@@ -145,7 +145,7 @@ class Questions:
         self._new.clear()
         self._probe, self._has_answered = None, False
 
-    def _question_for(self, request: Request, host_end: int, now: float) -> Question | None:
+    def _question_for(self, request: Request, host_end: int, now: float) -> StoreQuestion | None:
         """None if there is nothing that the store could add."""
         if self._seconds is None:
             return None
@@ -159,23 +159,23 @@ class Questions:
             return None
         return self._ask(keys, depth, stop, now, self._seconds)
 
-    def _ask(self, keys: Sequence[bytes], depth: int, stop: int, now: float, seconds: float) -> Question:
+    def _ask(self, keys: Sequence[bytes], depth: int, stop: int, now: float, seconds: float) -> StoreQuestion:
         ask = Ask(self._next, tuple(keys[depth:stop]), depth, self._planner.grid_tokens)
         self._next += 1
         self._new.append(ask)
-        self._open[ask.id] = question = Question(ask, keys, now, now + seconds)
+        self._open[ask.id] = question = StoreQuestion(ask, keys, now, now + seconds)
         return question
 
-    def _is_heard(self, question: Question) -> bool:
+    def _is_heard(self, question: StoreQuestion) -> bool:
         return self._heard is None or question.ask.id < self._heard
 
-    def _over(self, question: Question, *, in_time: bool) -> bool:
+    def _over(self, question: StoreQuestion, *, in_time: bool) -> bool:
         """Nobody waits for it any more. Whether somebody did."""
         has_waited, question.is_over = not question.is_over, True
         self.unanswered += has_waited and question.is_counted and not in_time
         return has_waited
 
-    def _take_in(self, question: Question, told: Told) -> None:
+    def _take_in(self, question: StoreQuestion, told: Told) -> None:
         keys, depth = question.keys, question.ask.depth
         stop = depth + told.chunks
         known = self._pool.resident_run(keys, 0, stop)
@@ -187,7 +187,7 @@ class Questions:
             known = self._pool.resident_run(keys, 0, at)
             self._take(_chain(keys, known, at, self._coordinator.checkpoint_at(keys, at)))
 
-    def _checkpoints(self, question: Question, stop: int, pieces: set[tuple[bytes, int, int]]) -> Iterator[int]:
+    def _checkpoints(self, question: StoreQuestion, stop: int, pieces: set[tuple[bytes, int, int]]) -> Iterator[int]:
         """The depths at which a checkpoint is there with all of its pieces, from the deepest on."""
         keys, found = question.keys, 0
         ends = {key for key, _, _ in pieces}  # a checkpoint has pieces in the chunk behind which it resumes

@@ -45,7 +45,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.tiers.demotion import Demotion
 from cpu_prefix_cache.tiers.found import FoundBefore
-from cpu_prefix_cache.tiers.questions import Questions
+from cpu_prefix_cache.tiers.questions import StoreQuestions
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class TierCache:
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
-        self._questions = Questions(self.coordinator, self._take, self._answered, options.ask_seconds)
+        self._questions = StoreQuestions(self.coordinator, self._take, self._answered, options.ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
         self._now = 0.0
         self._refused = 0

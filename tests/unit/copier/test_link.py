@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.memory.moves import moves_of
 from tests.support.simulated_driver import SLICE, SimulatedDriver, pinned_arena
@@ -26,7 +26,8 @@ def region_of():
         arenas.append(pinned_arena(driver, 1, SIZE))
         arenas[-1].wait_until_ready()
         arena = None if kind in ("memory", "whole") else arenas[-1]
-        return Region(arenas[-1].blocks, None if kind == "memory" else driver, arena, SLICE), driver, arenas[-1].blocks
+        region = HostRegion(arenas[-1].blocks, None if kind == "memory" else driver, arena, SLICE)
+        return region, driver, arenas[-1].blocks
 
     yield region_of
     for arena in arenas:

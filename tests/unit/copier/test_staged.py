@@ -13,7 +13,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copier import paths, ring, staged, triton_staging
-from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
@@ -390,8 +390,8 @@ def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
 def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
     seen = []
 
-    cross = Region.cross
-    monkeypatch.setattr(Region, "cross", lambda region, *what: seen.append(what[1]) or cross(region, *what))
+    cross = HostRegion.cross
+    monkeypatch.setattr(HostRegion, "cross", lambda region, *what: seen.append(what[1]) or cross(region, *what))
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
     shapes = shapes_of([parts], [2], 600)
     host, expected = poisoned(30, 600), poisoned(30, 600)

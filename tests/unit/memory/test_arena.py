@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.copier.link import Region
+from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
@@ -255,7 +255,7 @@ def test_a_region_that_is_collected_in_a_thread_of_its_own_is_unpinned_all_the_s
 def test_whoever_copies_keeps_the_region(driver):
     arena = pinned_arena(driver)
     arena.wait_until_ready()
-    region = Region(arena.blocks, driver, arena)
+    region = HostRegion(arena.blocks, driver, arena)
     del arena
     gc.collect()
     assert driver.registered and region._arena.pinned_bytes == 300_000

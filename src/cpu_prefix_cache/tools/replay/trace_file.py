@@ -18,7 +18,7 @@ from cpu_prefix_cache.tools.replay.request_outcomes import is_failed
 from cpu_prefix_cache.tools.replay.sharing import Apart, apart_of
 from cpu_prefix_cache.tools.replay.trace_guesses import LOG_BLOCK_TOKENS, block_tokens_of, fits
 from cpu_prefix_cache.tools.replay.trace_keys import CONTENT, ContentKeys, IdKeys, NotChainedError, TokenKeys
-from cpu_prefix_cache.tools.replay.trace_rows import REQUESTS, Row, RowReader
+from cpu_prefix_cache.tools.replay.trace_rows import REQUESTS, RowReader, TraceRow
 
 TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
 ROW_FIELDS = ("hash_ids", *TOKEN_FIELDS, REQUESTS)  # a row has one of them
@@ -77,7 +77,7 @@ class TraceFile:
         self.out_of_order = sum(one.now > next.now for one, next in pairwise(requests))
         return requests
 
-    def _add(self, requests: list[TraceRequest], number: int, row: Row) -> None:
+    def _add(self, requests: list[TraceRequest], number: int, row: TraceRow) -> None:
         if is_failed(row.fields):
             self.failed += 1
             return
@@ -104,7 +104,7 @@ class TraceFile:
         self.sizes |= sizes
         self.odd_lengths = sum(not any(fits(size, *prompt) for size in sizes) for prompt in prompts)
 
-    def _request(self, row: Row) -> TraceRequest:
+    def _request(self, row: TraceRow) -> TraceRequest:
         values = row.fields
         now = _timestamp(values)
         length_of(values, "output_length", default=0)
@@ -119,7 +119,7 @@ class TraceFile:
             f"it has neither hash_ids nor {' nor '.join(TOKEN_FIELDS)}; `convert` reads texts and logs of engines"
         )
 
-    def _of_ids(self, now: float, row: Row, apart: Apart) -> TraceRequest:
+    def _of_ids(self, now: float, row: TraceRow, apart: Apart) -> TraceRequest:
         tokens = length_of(row.fields, "input_length", least=1)
         ids = list_of(row.fields, "hash_ids", [int, str], "integers, or of texts")
         known = self._keys_of_ids

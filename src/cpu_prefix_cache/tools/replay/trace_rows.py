@@ -23,7 +23,7 @@ REQUESTS = "requests"
 SCOPES = (None, "local", "global")
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A request.
 
     fields         by the names of a trace
@@ -46,7 +46,7 @@ class RowReader:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}  # timestamp of the last row of each session
 
-    def rows(self, number: int, values: dict[str, Any]) -> Iterator[Row]:
+    def rows(self, number: int, values: dict[str, Any]) -> Iterator[TraceRow]:
         """The object that stands in this line. Raises BadLine."""
         if REQUESTS not in values:
             yield self._row(values)
@@ -57,9 +57,9 @@ class RowReader:
         block_tokens = length_of(values, "block_size", least=1) if "block_size" in values else None
         for leaf in _leaves(values):
             unit = "s" if "t" in leaf else None
-            yield Row(_renamed(leaf), str(number) if scope == "local" else "", unit, block_tokens)
+            yield TraceRow(_renamed(leaf), str(number) if scope == "local" else "", unit, block_tokens)
 
-    def _row(self, values: dict[str, Any]) -> Row:
+    def _row(self, values: dict[str, Any]) -> TraceRow:
         fields = _renamed(values)
         session = str(fields.get("session_id"))
         is_delayed = "timestamp" not in fields and "session_id" in fields
@@ -70,7 +70,7 @@ class RowReader:
             fields["timestamp"] = self._last.get(session, 0) + delay
         if is_time(fields.get("timestamp")):
             self._last[session] = fields["timestamp"]
-        return Row(fields, unit="ms" if is_delayed else None, is_delayed=is_delayed)
+        return TraceRow(fields, unit="ms" if is_delayed else None, is_delayed=is_delayed)
 
 
 def _leaves(session: dict[str, Any]) -> Iterator[dict[str, Any]]:
