@@ -12,7 +12,7 @@ them while they compute. A write to less than the sample of a tensor, behind tor
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -42,12 +42,9 @@ class Weights:
 
     @torch.inference_mode()
     def _look(self) -> Hashable:
-        modules = _modules(self._model)
         known: list[Hashable] = [self._model.training]  # dropout
         samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for module in modules:
-            known += adapters_of(module)
-        for tensor in _tensors(modules):
+        for tensor in _tensors(self._model, known):
             known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
             if tensor.numel() and not tensor.is_meta:
                 samples[tensor.device, tensor.dtype].append(_sample(tensor))
@@ -55,25 +52,24 @@ class Weights:
         return tuple(known), tuple(values)
 
 
-def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules, each once. `modules()` makes a name for each, which takes longer than all else."""
-    found, seen = [model], {model}
+def _tensors(model: torch.nn.Module, adapters: list[Hashable]) -> list[torch.Tensor]:
+    """The parameters of all modules, each once, and the buffers that a checkpoint has; and adapters, which are added.
+
+    `modules()` makes a name for each module, which takes longer than all else.
+    """
+    found, seen, kept = [model], {model}, list[torch.Tensor | None]()
     for module in found:
-        for each in module._modules.values():
+        fields = vars(module)
+        for each in fields["_modules"].values():
             if each is not None and each not in seen:
                 seen.add(each)
                 found.append(each)
-    return found
-
-
-def _tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Their own parameters, and the buffers that a checkpoint has."""
-    kept: list[torch.Tensor | None] = []
-    for module in modules:
-        kept += module._parameters.values()
-        if module._buffers:
-            passing = module._non_persistent_buffers_set
-            kept += [buffer for name, buffer in module._buffers.items() if name not in passing]
+        kept += fields["_parameters"].values()
+        if fields["_buffers"]:
+            passing = fields["_non_persistent_buffers_set"]
+            kept += [buffer for name, buffer in fields["_buffers"].items() if name not in passing]
+        if not fields.keys().isdisjoint(ADAPTERS):
+            adapters += adapters_of(module)
     return [tensor for each in kept if each is not None for tensor in _plain(each)]
 
 
@@ -89,7 +85,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     span = tensor.numel()
     if not tensor.is_contiguous():
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((min(SAMPLE, span),), (max(1, span // SAMPLE),))
+    return torch.as_strided(tensor, (min(SAMPLE, span),), (max(1, span // SAMPLE),))
 
 
 def adapters_of(module: torch.nn.Module) -> list[Hashable]:
