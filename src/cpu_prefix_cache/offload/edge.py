@@ -21,7 +21,7 @@ from cpu_prefix_cache.offload.completion import Completion
 from cpu_prefix_cache.offload.offload import Offload
 from cpu_prefix_cache.offload.stores import StorePlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer, Transfer
-from cpu_prefix_cache.pool.coordinator import num_bytes
+from cpu_prefix_cache.pool.group_copies import num_bytes
 from cpu_prefix_cache.pool.states import BlockState
 
 # A second request for a prefix that is being loaded waits for it this long, beyond twice the time on the link of all

@@ -21,7 +21,8 @@ from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.transfers import Promotion, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
-from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, num_bytes
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
+from cpu_prefix_cache.pool.group_copies import num_bytes
 
 Found = Callable[[Sequence[bytes]], Sequence[Sequence[int] | None]]  # the device blocks of each of these chunks
 

@@ -27,8 +27,7 @@ above its end that has a checkpoint. Where both hold is the intersection of what
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
 from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
@@ -38,9 +37,8 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
+from cpu_prefix_cache.pool.group_copies import Blocks, GroupCopies
 from cpu_prefix_cache.pool.shape import Beside
-
-Blocks = Sequence[int]
 
 
 def new_pool(
@@ -69,14 +67,13 @@ def new_pool(
     )
 
 
-class KVCacheCoordinator:
+class KVCacheCoordinator(GroupCopies):
     """One model's groups over one pool: the host's, or, `on_device`, that of an engine that has none of its own."""
 
     def __init__(self, planner: HybridChunkPlanner, pool: BlockPool, *, on_device: bool = False) -> None:
-        self.planner = planner
+        super().__init__(planner)
         self.pool = pool
         self._widths = [piece.device_blocks if on_device else piece.host_blocks for piece in planner.pieces]
-        self._in_chunk = [at for at, piece in enumerate(planner.pieces) if piece.in_chunk]
 
     # Looking: changes nothing
 
@@ -208,26 +205,7 @@ class KVCacheCoordinator:
 
     def chunk_copies(self, chunks: Sequence[int], device_blocks: Sequence[Blocks]) -> list[GroupCopy]:
         """Pair the host blocks of `chunks` with their device blocks, given for each group that chunks have."""
-        if not chunks:
-            return []
-        pieces = [self.planner.pieces[at] for at in self._in_chunk]
-        host_blocks = _by_group(self.pool.blocks_of(chunks), [piece.host_blocks for piece in pieces])
-        return [
-            GroupCopy(group, tuple(host), tuple(device))
-            for group, host, device in zip(self._in_chunk, host_blocks, device_blocks, strict=True)
-        ]
-
-    def checkpoint_copies(
-        self, depth: int, host_blocks: Sequence[Blocks | None], device_blocks: Sequence[Blocks | None]
-    ) -> list[GroupCopy]:
-        """Pair the pieces of the checkpoint below `depth` chunks, in their order; None on either side is not copied."""
-        copies: dict[int, tuple[list[int], list[int]]] = {}
-        for at, host, device in zip(self.planner.checkpoint(depth), host_blocks, device_blocks, strict=True):
-            if host is not None and device is not None:
-                both = copies.setdefault(at.group, ([], []))
-                both[0].extend(host)
-                both[1].extend(device)
-        return [GroupCopy(group, tuple(host), tuple(device)) for group, (host, device) in copies.items()]
+        return self.of_chunks(self.pool.blocks_of(chunks), device_blocks) if chunks else []
 
     def load_copies(
         self, keys: Sequence[bytes], start: int, stop: int, destinations: Sequence[Blocks]
@@ -237,34 +215,7 @@ class KVCacheCoordinator:
         The prefix up to there must be here. What lies before chunk `start` is not copied (rule 8).
         """
         chunks = self.pool.path(self._chunk(keys, stop), stop - start)
-        copies = self.chunk_copies(chunks, [destinations[at] for at in self._in_chunk])
         node, depth = self.resume_node(keys, stop), self.planner.chunks_to_resume(stop)
-        if node is None or not self.planner.needs_checkpoint(depth):
-            return copies
-        rest = [iter(blocks) for blocks in destinations]
-        device = [
-            tuple(islice(rest[at.group], self.planner.pieces[at.group].device_blocks)) if at.chunk >= start else None
-            for at in self.planner.checkpoint(depth)
-        ]
-        return copies + self.checkpoint_copies(depth, self.pool.checkpoints.pieces(node), device)
-
-    def chunk_blocks_by_group(self, device_blocks: Blocks) -> list[Blocks]:
-        """Split device blocks given chunk by chunk, as `Device.find` gives them, into a list for each group."""
-        return _by_group(device_blocks, [self.planner.pieces[at].device_blocks for at in self._in_chunk])
-
-
-def num_bytes(planner: HybridChunkPlanner, copies: Iterable[GroupCopy]) -> int:
-    """Bytes that copies carry over the link, without padding."""
-    return sum(len(copy.device_blocks) * planner.crossing_bytes[copy.group] for copy in copies)
-
-
-def _by_group(blocks: Blocks, widths: Sequence[int]) -> list[Blocks]:
-    """Split a list of chunks, each `widths` blocks for one group after another, into a list for each group."""
-    if len(widths) == 1:
-        return [blocks]
-    groups: list[Blocks] = []
-    chunk, begin = sum(widths), 0
-    for width in widths:
-        groups.append([block for at in range(begin, len(blocks), chunk) for block in blocks[at : at + width]])
-        begin += width
-    return groups
+        has_checkpoint = node is not None and self.planner.needs_checkpoint(depth)
+        pieces = self.pool.checkpoints.pieces(node) if node is not None and has_checkpoint else None
+        return self.of_load(self.pool.blocks_of(chunks), pieces, start, stop, destinations)
