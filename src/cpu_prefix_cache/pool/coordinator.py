@@ -39,6 +39,7 @@ from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.group_copies import Blocks, GroupCopies
 from cpu_prefix_cache.pool.shape import Beside
+from cpu_prefix_cache.pool.wanted import is_worth, wanted_depths
 
 
 def new_pool(
@@ -122,20 +123,12 @@ class KVCacheCoordinator(GroupCopies):
         is_elsewhere: Callable[[bytes], bool] = lambda key: False,
     ) -> list[int]:
         """The depths at which a prompt of `num_tokens` tokens is worth a checkpoint to resume from, beyond token `end`
-        and within the prompt (rule 9). Ascending.
-
-        They are how far later prompts will find its chunks: the same prompt again; one that continues it; one that
-        departs where this one departs from what somebody had before, here or, by the key of a chunk, elsewhere. With
-        `interval` also every so many tokens.
+        and within the prompt (wanted.py). It departs from what somebody had before, here or, by the key of a chunk,
+        elsewhere. Ascending.
         """
-        planner, grid = self.planner, self.planner.grid_tokens
-        last = min(planner.hittable_chunks(num_tokens), len(keys))
-        whole = min(planner.full_chunks(num_tokens), len(keys))
+        last = min(self.planner.hittable_chunks(num_tokens), len(keys))
         branch = self._branch(keys, end, last, is_elsewhere)
-        wanted = {last, whole, branch}
-        if interval is not None:
-            wanted.update(map(planner.chunks_to_resume, range(0, last + 1, interval // grid)))
-        return [depth for depth in sorted(wanted) if self._is_worth(depth, end, num_tokens)]
+        return wanted_depths(self.planner, len(keys), end, num_tokens, branch, interval)
 
     def branch(
         self,
@@ -146,15 +139,11 @@ class KVCacheCoordinator(GroupCopies):
     ) -> int | None:
         """The one of `wanted_checkpoints` where the prompt departs from what somebody had before, if there is one."""
         depth = self._branch(keys, end, min(self.planner.hittable_chunks(num_tokens), len(keys)), is_elsewhere)
-        return depth if self._is_worth(depth, end, num_tokens) else None
+        return depth if is_worth(self.planner, depth, end, num_tokens) else None
 
     def _branch(self, keys: Sequence[bytes], end: int, last: int, is_elsewhere: Callable[[bytes], bool]) -> int:
         here = self.pool.resident_run(keys, end // self.planner.grid_tokens, last)
         return here + bisect_left(range(here, last), True, key=lambda at: not is_elsewhere(keys[at]))
-
-    def _is_worth(self, depth: int, end: int, num_tokens: int) -> bool:
-        resumed = self.planner.resumable_chunks(depth) * self.planner.grid_tokens
-        return end < resumed < num_tokens and self.planner.needs_checkpoint(depth)
 
     def _chunk(self, keys: Sequence[bytes], depth: int) -> int:
         chunk = self.pool.find(keys[depth - 1])
