@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, percentile
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES, NOBODY, Kind, Message, Received, encoded
+from cpu_prefix_cache.keeper.shape import spelled
 
 MICRO = 1e6
 BAR = 200
 SLOTS = 100_000
 BLOCK_BYTES = 4096
+MODEL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=16, block_bytes=4096)], max_model_len=16)
 STORED_EVERY = 20
 PROMPTS = 200  # that engines have in common
 
@@ -44,13 +47,13 @@ class Engine:
         self._socket.connect(path)
         self._received = Received()
         self._next = 0
-        hello = Message(Kind.HELLO, numbers=(BLOCK_BYTES, NOBODY), keys=(bytes(NAMESPACE_BYTES),))
+        hello = Message(Kind.HELLO, numbers=(BLOCK_BYTES, NOBODY, *spelled(MODEL)), keys=(bytes(NAMESPACE_BYTES),))
         self._socket.sendall(encoded(hello))
         self.files = socket.recv_fds(self._socket, 1 << 16, 2)[1]
 
     def ask(self, kind: Kind, keys: Sequence[bytes]) -> tuple[int, Message]:
         self._next += 1
-        self._socket.sendall(encoded(Message(kind, self._next, keys=keys)))
+        self._socket.sendall(encoded(Message(kind, self._next, (False,) if kind is Kind.TAKE else (), keys)))
         while True:
             self._received.feed(self._socket.recv(1 << 20))
             for message in self._received:
@@ -69,7 +72,7 @@ def prompt(number: int, chunks: int) -> list[bytes]:
 
 def store(engine: Engine, keys: Sequence[bytes]) -> None:
     id, took = engine.ask(Kind.TAKE, keys)
-    engine.send(Message(Kind.COMMIT, id, (len(took.numbers) - 2,)))
+    engine.send(Message(Kind.COMMIT, id, (took.numbers[2], False)))
 
 
 def live(path: str, seed: int, options: argparse.Namespace, results: Any) -> None:

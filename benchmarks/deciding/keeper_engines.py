@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import environment
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest, read_traces
 
+MODEL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=16, block_bytes=4096)], max_model_len=16)
 NAMESPACE = bytes(NAMESPACE_BYTES)
 EVEN_DEPTH = 26_624  # Llama 3.1 8B
 LEAST_RATIO, MOST_POINTS = 1.6, 0.01
@@ -66,18 +68,18 @@ def saved(trace: Trace, keepers: Sequence[Keeper], engines: int, in_flight: int,
 
 def begin(keeper: Keeper, engine: int, request: TraceRequest, ids: "count[int]") -> tuple[Running, int]:
     keys, lease, take = [key.ljust(KEY_BYTES, b"\0") for key in request.keys], next(ids), next(ids)
-    hit = len(keeper.run(engine, lease, keys))
+    hit = keeper.run(engine, lease, keys).depth
     granted = keeper.take(engine, take, keys)
     return Running(keeper, engine, lease, take, len(granted.slots)), hit
 
 
 def end(each: Running) -> None:
-    each.keeper.commit(each.engine, each.take, each.granted)
+    each.keeper.commit(each.engine, each.take, each.granted, False)
     each.keeper.release(each.engine, each.lease)
 
 
 def new_keeper(capacity: int) -> Keeper:
-    return Keeper(capacity, Records(memoryview(bytearray(records_bytes(capacity)))))
+    return Keeper(capacity, Records(memoryview(bytearray(records_bytes(capacity)))), MODEL)
 
 
 def main() -> None:

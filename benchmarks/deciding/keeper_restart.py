@@ -27,8 +27,10 @@ from pathlib import Path
 
 from benchmarks.common import environment
 from benchmarks.deciding.keeper_answers import processor_seconds
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES, Kind, Message, Received, encoded
 from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory import shared_file
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.node.hello import RETRY_SECONDS, connect, greet
@@ -36,6 +38,7 @@ from cpu_prefix_cache.node.presence import OwnPresence
 
 BAR = 10.0
 NUMBER = 1  # of the engine
+MODEL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=16, block_bytes=4096)], max_model_len=16)
 NAMESPACE = bytes(NAMESPACE_BYTES)
 PATIENCE = 300.0
 
@@ -56,14 +59,14 @@ def full_pool(host_bytes: int, block_bytes: int, chunks: int) -> list[int]:
         above = None
         keys = prompt(first // chunks, chunks)
         for slot, key in zip(slots[first : first + chunks], keys, strict=False):
-            records.write(slot, NAMESPACE, key, above)
+            records.write([slot], NAMESPACE, key, above)
             above = key
     return files
 
 
 def comes_back(path: str, files: Sequence[int], block_bytes: int, is_late: Callable[[], bool]) -> socket.socket:
     """As an engine does: hello with the files, until a keeper welcomes it."""
-    hello = Message(Kind.HELLO, numbers=(block_bytes, NUMBER), keys=(NAMESPACE,))
+    hello = Message(Kind.HELLO, numbers=(block_bytes, NUMBER, *spelled(MODEL)), keys=(NAMESPACE,))
     while True:
         try:
             connected = connect(path)
@@ -79,7 +82,7 @@ def found(connected: socket.socket, keys: Sequence[bytes]) -> int:
     while True:
         received.feed(connected.recv(1 << 20))
         for message in received:
-            return len(message.numbers)
+            return message.numbers[1]
 
 
 def main() -> None:

@@ -14,11 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
 
 ENGINES = range(1, 5)
+FULL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=64)], max_model_len=64)
 NAMESPACES = [bytes([number]) * NAMESPACE_BYTES for number in (1, 2)]
 prompts = st.text("ab", min_size=1, max_size=6)
 engines = st.sampled_from(ENGINES)
@@ -37,7 +39,7 @@ class KeeperMachine(RuleBasedStateMachine):
         self.file = memoryview(bytearray(records_bytes(slots)))
         records = Records(self.file)
         records.begin(slots, 64)
-        self.keeper = Keeper(slots, records)
+        self.keeper = Keeper(slots, records, FULL)
         self.held = {}
         self.joined = {}
         self.leases = {}  # (engine, id) -> slots
@@ -88,7 +90,7 @@ class KeeperMachine(RuleBasedStateMachine):
         if engine not in self.joined:
             return
         id = self.new_id()
-        slots = list(self.keeper.run(engine, id, keys_of(prompt)))
+        slots = list(self.keeper.run(engine, id, keys_of(prompt)).slots)
         names = self.names(engine, prompt)
         assert [self.held.get(slot) for slot in slots] == names[: len(slots)], "a slot holds something else"
         if self.granted <= self.slots:
@@ -109,7 +111,7 @@ class KeeperMachine(RuleBasedStateMachine):
         if engine not in self.joined:
             return
         id = self.new_id()
-        first, slots, try_again = self.keeper.take(engine, id, keys_of(prompt))
+        first, slots, try_again, _ = self.keeper.take(engine, id, keys_of(prompt))
         names = self.names(engine, prompt)[first : first + len(slots)]
         assert len(names) == len(slots)
         if self.absent:
@@ -134,7 +136,7 @@ class KeeperMachine(RuleBasedStateMachine):
 
     def commit(self, each, count):
         names, slots = self.writes.pop(each)
-        self.keeper.commit(*each, count)
+        self.keeper.commit(*each, count, False)
         self.held.update(zip(slots[:count], names[:count], strict=True))
 
     @rule(engine=engines, prompts=st.lists(prompts, min_size=1, max_size=5))
@@ -161,7 +163,7 @@ class KeeperMachine(RuleBasedStateMachine):
         if damaged is not None and self.granted > self.slots:  # it ended within this record
             at = HEADER_BYTES + RECORD.size * damaged
             self.file[at + RECORD.size - KEY_BYTES : at + RECORD.size] = bytes(KEY_BYTES)
-        self.keeper = Keeper(self.slots, Records(self.file))
+        self.keeper = Keeper(self.slots, Records(self.file), FULL)
         self.keeper.absent.update(self.joined)
         self.keeper.recover()
         self.absent = set(self.joined)

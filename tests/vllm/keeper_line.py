@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from cpu_prefix_cache import NodePool
+from cpu_prefix_cache.keeper.answers import check_answered
 from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES, Kind, Message, check_asked
@@ -18,16 +19,20 @@ class KeeperHere:
     def __init__(self, num_slots):
         self.num_slots = num_slots
         self.region = {}
-        records = Records(memoryview(bytearray(records_bytes(num_slots))))
-        records.begin(num_slots, 64)
-        self.keeper = Keeper(num_slots, records)
+        self._records = Records(memoryview(bytearray(records_bytes(num_slots))))
+        self._records.begin(num_slots, 64)
+        self.keeper = None
         self._joined = 0
 
     def engine(self, make, **options):
         """`make` with these options, and a line to this keeper."""
         self._joined += 1
-        line = Line(self.keeper, self._joined, self.num_slots)
-        taken = SimpleNamespace(messenger=lambda: line)
+
+        def messenger(planner):
+            self.keeper = self.keeper or Keeper(self.num_slots, self._records, planner)
+            return Line(self.keeper, self._joined, self.num_slots, planner)
+
+        taken = SimpleNamespace(messenger=messenger)
         pool = {"address": "unix:/run/kv.sock", "revision": "1"}
         with patch.object(NodePool, "taken", lambda *_: taken):
             return make(pool=pool, offload="eager", host_blocks=self.num_slots, region=self.region, **options)
@@ -38,8 +43,8 @@ class Line:
 
     connection, is_up = 1, True
 
-    def __init__(self, keeper, number, num_slots):
-        self.num_slots, self.uses = num_slots, 0
+    def __init__(self, keeper, number, num_slots, planner):
+        self.num_slots, self.uses, self._planner = num_slots, 0, planner
         self._keeper, self._number, self._answers = keeper, number, []
         self._random = random.Random(number)
         keeper.join(number, bytes(NAMESPACE_BYTES))
@@ -48,17 +53,21 @@ class Line:
         check_asked(message)
         kind, id, numbers, keys = message
         if kind is Kind.RUN:
-            self._answers.append(Message(Kind.RAN, id, self._keeper.run(self._number, id, keys)))
+            self._answer(message, Kind.RAN, self._keeper.run(self._number, id, keys).numbers)
         elif kind is Kind.TAKE:
-            granted = self._keeper.take(self._number, id, keys)
-            self._answers.append(Message(Kind.TOOK, id, (granted.try_again, granted.first, *granted.slots)))
+            self._answer(message, Kind.TOOK, self._keeper.take(self._number, id, keys, bool(numbers[0])).numbers)
         elif kind is Kind.COMMIT:
-            self._keeper.commit(self._number, id, numbers[0])
+            self._keeper.commit(self._number, id, numbers[0], bool(numbers[1]))
         elif kind is Kind.COUNT:
-            self._answers.append(Message(Kind.COUNTED, id, counted(self._keeper.statistics())))
+            self._answer(message, Kind.COUNTED, counted(self._keeper.statistics()))
         else:
             assert kind is Kind.RELEASE
             self._keeper.release(self._number, id)
+
+    def _answer(self, asked, kind, numbers):
+        answer = Message(kind, asked.id, numbers)
+        check_answered(asked, answer, self.num_slots, self._planner)
+        self._answers.append(answer)
 
     def answers(self):
         found = []

@@ -105,7 +105,8 @@ class NodeKeeper(Server):
 
     def committed(self):
         """The slots of the chunks that engines find, the oldest first."""
-        runs = Records(memoryview(bytearray(self._file(is_records=True).read_bytes()))).runs()
+        records = Records(memoryview(bytearray(self._file(is_records=True).read_bytes())))
+        runs, _ = records.found(1, lambda group: 0)
         return [slot for run in runs for slot in run.slots]
 
     def damage(self, slot, lane=0, lanes=1):

@@ -24,7 +24,7 @@ from cpu_prefix_cache.copying import JoinedPool
 from cpu_prefix_cache.deciding import GroupCopy
 from tests.stores.servers import starting
 from tests.vllm.byte_ranks import BlockMemory, carried
-from tests.vllm.engine import AT_ONCE, NEVER, TORN, Engine, full, head, latent, one_group, vllm_config
+from tests.vllm.engine import AT_ONCE, NEVER, TORN, Engine, full, head, latent, one_group, state, vllm_config, window
 from tests.vllm.keeper_line import KeeperHere
 from tests.vllm.servers import NodeKeeper
 from tests.vllm.test_ranks import meet
@@ -44,6 +44,9 @@ SIZES = {  # ranks, whether they are one tensor-parallel group or stages, and th
     "three stages": (3, False, [full()]),
     "a latent on two ranks": (2, True, [latent()]),
     "two heads on four ranks": (4, True, [head()]),
+    "a window": (1, True, [full(), window(12)]),
+    "a window on two ranks": (2, True, [full(), window(12)]),
+    "a state": (1, True, [full(), state()]),
 }
 every_size = pytest.mark.parametrize("size", SIZES)
 
@@ -58,9 +61,11 @@ def node(tmp_path):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         said = dict(ranks=ranks, tensor_parallel=tensor_parallel, groups=groups, retention=None, **options)
-        return keeper.engine(lambda **more: Engine(folder, **said | more))
+        made = keeper.engine(lambda **more: Engine(folder, **said | more))
+        engine.keeper = keeper.keeper
+        return made
 
-    engine.keeper, engine.region = keeper.keeper, keeper.region
+    engine.region = keeper.region
     return engine
 
 

@@ -82,11 +82,12 @@ class EnginePool:
     pool: NodePool
     namespace: Namespace
     meeting: str
+    planner: HybridChunkPlanner
 
-    def build(self, planner: HybridChunkPlanner, device: Device, ranks: int, min_load_tokens: int = 0) -> KeptCache:
+    def build(self, device: Device, ranks: int, min_load_tokens: int = 0) -> KeptCache:
         """The deciding half, in the scheduler. Raises ConfigurationError."""
-        messenger = self.pool.taken(self.meeting).messenger()
-        return KeptCache(planner, device, messenger, ready_slots=0, ranks=ranks, min_load_tokens=min_load_tokens)
+        messenger = self.pool.taken(self.meeting).messenger(self.planner)
+        return KeptCache(self.planner, device, messenger, ready_slots=0, ranks=ranks, min_load_tokens=min_load_tokens)
 
     def __str__(self) -> str:
         return f"the {POOL} at {self.pool.address}"
@@ -103,7 +104,7 @@ def engine_pool(
     namespace = engine_namespace(pool, planner, vllm_config, planner.grid_tokens // hashes, planner.ranks)
     # all processes of an engine know these, and no other engine has both, even if somebody gives two one engine_id
     ids = [str(vllm_config.kv_transfer_config.engine_id), str(vllm_config.instance_id)]
-    return EnginePool(pool, namespace, f"cpu-prefix-cache-{digest(ids)[:32]}")
+    return EnginePool(pool, namespace, f"cpu-prefix-cache-{digest(ids)[:32]}", planner)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class PoolHere:
         with ExitStack() as undo:
             with together(parallel):
                 if not parallel.rank:
-                    joined = JoinedPool.join(pool.pool, largest, namespace)
+                    joined = JoinedPool.join(pool.pool, largest, namespace, pool.planner)
                     undo.callback(joined.close)
                     joined.give(pool.meeting, parallel.world_size)  # the other ranks, and the scheduler
             with together(parallel):

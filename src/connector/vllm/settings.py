@@ -133,7 +133,7 @@ class Settings:
     def build(self, device: Device) -> CPUPrefixCache | KeptCache:
         """The cache, a TieredCache if there is a tier, a KeptCache with a pool. Raises ConfigurationError."""
         if self.pool is not None:
-            return self.pool.build(self.planner, device, self.ranks, self.options.get("min_load_tokens", 0))
+            return self.pool.build(device, self.ranks, self.options.get("min_load_tokens", 0))
         return build_cache(
             self.planner,
             device,

@@ -141,7 +141,7 @@ class Halves:
                 )
                 self._tier = TierBelow(below, slots, self._tiered, groups, self._arena.blocks)
             elif self._joined is not None:
-                least, messenger = options.min_load_tokens or 0, self._joined.messenger()
+                least, messenger = options.min_load_tokens or 0, self._joined.messenger(planner)
                 self.cache = self._kept = KeptCache(
                     planner, device, messenger, ready_slots=ready, min_load_tokens=least
                 )

@@ -25,4 +25,4 @@ def joined(pool: NodePool, planner: HybridChunkPlanner, groups: "Sequence[KVGrou
         )
     check_takes(planner)
     namespace = pool.namespace(planner, dtype="in each group's layout", ranks=1, extra=layouts_of(groups))
-    return JoinedPool.join(pool, planner.host_block_bytes, namespace)
+    return JoinedPool.join(pool, planner.host_block_bytes, namespace, planner)

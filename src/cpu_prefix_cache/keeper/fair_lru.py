@@ -6,11 +6,13 @@
 A chunk is counted for the engine that used it last, and stands in a ring of touches of that engine (touches.py). Chunks
 of engines that have left go by their age, and one that is alone has no limit.
 
+Slots are not counted, but chunks and checkpoints, as many as the pool holds of those that it has.
+
 A smaller limit costs hits where engines are equal: of prompts that are large beside the pool, an engine now and then
 has several times its equal part (docs/keeper.md).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cpu_prefix_cache.eviction.lru import Lru
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy
@@ -21,11 +23,14 @@ MOST_ENGINES = 64
 
 
 class FairLru(Lru):
-    """See EvictionPolicy. `present` are the numbers of the engines that share `capacity` chunks."""
+    """See EvictionPolicy. `present` are the numbers of the engines that share so many slots, of which so many are
+    `cached`.
+    """
 
-    def __init__(self, forest: Forest, capacity: int) -> None:
+    def __init__(self, forest: Forest, num_slots: int, cached: Callable[[], int]) -> None:
         TouchPolicy.__init__(self, forest, rings=MOST_ENGINES + 1)
-        self._capacity = capacity
+        self._num_slots, self._cached = num_slots, cached
+        self._capacity = num_slots  # chunks and checkpoints, when something was evicted last
         self._ring = self._rings[0]
         self.present: set[int] = set()
 
@@ -38,6 +43,8 @@ class FairLru(Lru):
         return self._rings[engine].size
 
     def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+        if cached := self._cached():
+            self._capacity = self._num_slots * len(self._forest) // cached
         rings = [ring for ring in self._rings if ring.size]
         for ring in rings:
             ring.passed = ring

@@ -1,51 +1,67 @@
 """Keeper: what becomes of the slots of one region, for the engines that have joined.
 
     join      an engine has a number and a namespace: one for each model, revision and layout
-    run       how much of a prompt is here? It is leased: nobody overwrites it until `release`
-    take      slots for the chunks that are missing behind it: this engine writes them, and nobody else
+    run       after how much of a prompt can a request resume? It is leased: nobody overwrites it until `release`
+    take      slots for the chunks that are missing behind what is here, and for the checkpoint after the last of them:
+              this engine writes them, and nobody else
     commit    they are written: found by all engines of the namespace. Written less, or none: the rest is free again
     name      the engine's weights are others from now on, and so is its namespace. Those that name the same meet
     leave     the engine is gone: its leases end, and what it was writing is free
 
-A chunk that another engine is writing is not granted a second time: the answer is to try again. The chunk that a write
-hangs below is pinned until its end.
+What another engine is writing is not granted a second time: the answer is to try again. That is so for a chunk, and
+for each piece of a checkpoint. The chunk that a write hangs below is pinned until its end.
 
 Slots are the blocks of a BlockPool, keys those of engines behind their namespace. Each call is one of an `engine`.
+All models of one pool have one shape (`shape.py`), so the pool's own coordinator finds where they resume.
 
 A keeper that follows another one begins with the records that it finds (`records.py`). Until all engines of that one
 have come back, or are gone, it hands out no slot: they may still write to any.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.keeper.answers import Granted, Leased
 from cpu_prefix_cache.keeper.fair_lru import FairLru
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES
-from cpu_prefix_cache.keeper.records import Records, Run
+from cpu_prefix_cache.keeper.records import Records
+from cpu_prefix_cache.keeper.recovery import named, recover
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.stats import PoolStatistics
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.pool.checkpoints import PieceNeed
+from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 
-class Granted(NamedTuple):
-    """Slots for the chunks of a prompt from number `first` on. Without slots it may be worth it to `try_again`: another
-    engine is writing that chunk, or the keeper does not know yet which slots are free.
-    """
+@dataclass(slots=True)
+class _Checkpoint:
+    """One that is being written: `pieces` are those that no other checkpoint has, with their slots."""
 
-    first: int
-    slots: Sequence[int]
-    try_again: bool = False
+    node: int
+    name: bytes
+    pieces: Sequence[tuple[Any, Sequence[int]]]
 
 
 @dataclass(slots=True)
 class _Write:
-    keys: Sequence[bytes]
-    slots: Sequence[int]
+    names: Sequence[bytes]
+    chunks: Sequence[int]
     parent: int
     pin: Pin | None
     touch: Any
+    checkpoint: _Checkpoint | None = None
+
+    @property
+    def writing(self) -> list[Hashable]:
+        """Names of chunks and of a checkpoint, and keys of pieces: nobody else writes these meanwhile."""
+        if self.checkpoint is None:
+            return list(self.names)
+        return [*self.names, checkpoint_key(self.checkpoint.name), *(key for key, _ in self.checkpoint.pieces)]
 
 
 @dataclass(slots=True)
@@ -56,20 +72,30 @@ class _Engine:
 
 
 class Keeper:
-    """Decides over the slots that `records` have. Raises MisuseError for what an engine must not ask."""
+    """Decides over the slots that `records` have, for engines whose models are shaped as that of `planner`. Raises
+    MisuseError for what an engine must not ask, and ConfigurationError for fewer slots than a chunk takes.
+    """
 
-    def __init__(self, num_slots: int, records: Records) -> None:
+    def __init__(self, num_slots: int, records: Records, planner: HybridChunkPlanner) -> None:
+        self.planner = planner
         self._records = records
         policies = list[FairLru]()
 
         def new_policy(forest: Forest) -> FairLru:
-            policies.append(FairLru(forest, num_slots))
+            policies.append(FairLru(forest, num_slots, lambda: self._pool.num_cached))
             return policies[-1]
 
-        self._pool = BlockPool(num_slots, new_policy, thresholds=None)
+        self._pool = BlockPool(
+            num_slots,
+            new_policy,
+            blocks_per_chunk=planner.host_blocks_per_chunk,
+            needs_checkpoint=planner.needs_checkpoint if planner.has_checkpoints else None,
+            thresholds=None,
+        )
+        self._coordinator = KVCacheCoordinator(planner, self._pool)
         (self._policy,) = policies
         self._engines: dict[int, _Engine] = {}
-        self._writing = set[bytes]()
+        self._writing = set[Hashable]()
         self.absent = set[int]()  # engines of the keeper before this one
 
     # Looking
@@ -87,12 +113,9 @@ class Keeper:
     # Engines
 
     def recover(self) -> int:
-        """Take in what the records have. The number of chunks that are found again."""
-        runs = list(self._records.runs())
-        self._pool.claim([(slot,) for run in runs for slot in run.slots])  # at once: one alone costs as much as a chunk
-        for run in runs:
-            self._take_in(run)
-        return self._pool.statistics().cached
+        """Take in what the records have. The number of slots that are found again."""
+        recover(self._records, self._coordinator)
+        return self._pool.num_cached
 
     def join(self, engine: int, namespace: bytes) -> None:
         if engine in self._engines:
@@ -109,22 +132,27 @@ class Keeper:
         for id in list(gone.leases):
             self.release(engine, id)
         for id in list(gone.writes):
-            self.commit(engine, id, 0)
+            self.commit(engine, id, 0, False)
         del self._engines[engine]
         self._policy.present.discard(engine)
 
     # Requests
 
-    def run(self, engine: int, id: int, keys: Sequence[bytes]) -> Sequence[int]:
-        """The slots of the chunks that are here, from the first on. The request uses them, and has a lease on them."""
+    def run(self, engine: int, id: int, keys: Sequence[bytes]) -> Leased:
+        """The part of a prompt that is here. The request uses it, and has a lease on all that it takes to resume."""
         asks = self._engines[engine]
         self._check_new(asks, id)
-        path = self._path(_named(asks.namespace, keys))
-        if path:
-            self._policy.serve(engine)
-            self._pool.touch(path[-1])
-            asks.leases[id] = self._pool.pin(path[-1])
-        return path
+        names = named(asks.namespace, keys)
+        path, grid = self._path(names), self.planner.grid_tokens
+        depth = self._coordinator.longest_boundary(names, 0, len(names) * grid + 1) // grid
+        node = self._coordinator.resume_node(names, depth) if depth else None
+        if node is None:
+            return Leased(len(path), 0, ())
+        self._policy.serve(engine)
+        self._pool.touch(node)
+        asks.leases[id] = self._pool.pin(node)
+        pieces = self._pool.checkpoints.pieces(node) if node in self._pool.checkpoints else ()
+        return Leased(len(path), depth, (*self._pool.blocks_of(path[:depth]), *chain.from_iterable(pieces)))
 
     def release(self, engine: int, id: int) -> None:
         """End a lease. Of a run that found nothing there is none."""
@@ -132,52 +160,65 @@ class Keeper:
         if pin is not None:
             self._pool.unpin(pin)
 
-    def take(self, engine: int, id: int, keys: Sequence[bytes]) -> Granted:
+    def take(self, engine: int, id: int, keys: Sequence[bytes], has_checkpoint: bool = False) -> Granted:
+        """`has_checkpoint`: the engine could write the checkpoint after the last of these chunks, too."""
         asks = self._engines[engine]
         self._check_new(asks, id)
-        names = _named(asks.namespace, keys)
+        names = named(asks.namespace, keys)
         path = self._path(names)
         first = len(path)
-        if first == len(names):
+        needs = self._missing_checkpoint(names) if has_checkpoint else None
+        if first == len(names) and needs is None:
             return Granted(first, ())
-        if len(set(names)) < len(names):
-            raise MisuseError("a chunk comes twice in one prompt")
-        if len(self._pool.missing(names[first:])) < len(names) - first:
-            raise MisuseError("a chunk of this prompt is that of another prompt, too")
+        self._check_one_prompt(names, first)
         stop = next((at for at in range(first, len(names)) if names[at] in self._writing), len(names))
-        if self.absent or stop == first:
+        is_written = needs is not None and stop == len(names) and self._is_written(names[-1], needs)
+        if self.absent or stop == first < len(names) or is_written:
             return Granted(first, (), try_again=True)
         parent = path[-1] if path else self._pool.root
         self._policy.serve(engine)
         touch = self._pool.touch(parent if first else None)
         with self._pool.pinned(*([parent] if first else [])) as pin:
-            slots = self._pool.take(stop - first)
-        for slot in slots:
+            chunks = self._pool.take(stop - first)
+            write = _Write(names[first : first + len(chunks)], chunks, parent, pin, touch)
+            if needs is not None and first + len(chunks) == len(names):
+                write.checkpoint = self._take_checkpoint(names[-1], needs)
+        granted = Granted(first, self._pool.blocks_of(chunks), pieces=self._granted_pieces(write.checkpoint))
+        for slot in granted.all_slots:
             self._records.clear(slot)
-        written = names[first : first + len(slots)]
-        self._writing.update(written)
-        asks.writes[id] = _Write(written, slots, parent, pin, touch)
-        return Granted(first, slots)
+        self._writing.update(write.writing)
+        asks.writes[id] = write
+        return granted
 
-    def commit(self, engine: int, id: int, count: int) -> None:
-        """The first `count` chunks of a take are written, and no more will be."""
+    def commit(self, engine: int, id: int, count: int, has_checkpoint: bool) -> None:
+        """The first `count` chunks of a take are written, and the checkpoint or not. No more will be."""
         writes = self._engines[engine].writes
         write = writes.get(id)
         if write is None and not count:
             return  # nothing was granted
-        if write is None or not 0 <= count <= len(write.slots):
+        if write is None or not 0 <= count <= len(write.chunks):
             raise MisuseError(f"engine {engine} commits {count} chunks of {id}, which it has not taken")
+        if has_checkpoint and (write.checkpoint is None or count < len(write.chunks)):
+            raise MisuseError(f"engine {engine} commits the checkpoint of {id}, which it has not written")
         self._policy.serve(engine)
-        keys, slots = write.keys[:count], write.slots[:count]
-        self._pool.commit(slots, keys, write.parent, write.touch)
-        self._pool.abort(write.slots[count:])
+        chunks, names = write.chunks[:count], write.names[:count]
+        self._pool.commit(chunks, names, write.parent, write.touch)
+        self._pool.abort(write.chunks[count:])
+        if chunks and not has_checkpoint:
+            self._pool.resume_points.may_be_useless(chunks[-1])
+        if write.checkpoint is not None:
+            self._end_checkpoint(write.checkpoint, write.touch, has_checkpoint)
         del writes[id]
-        self._writing.difference_update(write.keys)
+        self._writing.difference_update(write.writing)
         above = None if write.pin is None else self._pool.key(write.parent)
-        for slot, key in zip(slots, keys, strict=True):
+        for chunk, name in zip(chunks, names, strict=True):
             parent = None if above is None else above[:KEY_BYTES]
-            self._records.write(slot, key[KEY_BYTES:], key[:KEY_BYTES], parent)
-            above = key
+            self._records.write(self._pool.blocks_of((chunk,)), name[KEY_BYTES:], name[:KEY_BYTES], parent)
+            above = name
+        if write.checkpoint is not None and has_checkpoint:
+            below = write.checkpoint.name[:KEY_BYTES]
+            for (name, group, block), slots in write.checkpoint.pieces:
+                self._records.write(slots, name[KEY_BYTES:], name[:KEY_BYTES], below, group, block)
         if write.pin is not None:
             self._pool.unpin(write.pin)
 
@@ -186,9 +227,12 @@ class Keeper:
         self._pool.check_valid()
         self._policy.check_valid()
         writes = [write for engine in self._engines.values() for write in engine.writes.values()]
-        assert self._writing == {key for write in writes for key in write.keys}, "a key is written by nobody, or twice"
-        slots = [slot for write in writes for slot in write.slots]
-        assert self._pool.statistics().writing == len(set(slots)) == len(slots), "a slot was lost, or has two writers"
+        written = [each for write in writes for each in write.writing]
+        assert self._writing == set(written) and len(self._writing) == len(written), "a key has no writer, or two"
+        slots = [slot for write in writes for slot in self._pool.blocks_of(write.chunks)]
+        slots += [slot for write in writes if write.checkpoint for _, own in write.checkpoint.pieces for slot in own]
+        shared = self._pool.statistics().writing - len(slots)  # pieces that a checkpoint shares which is being written
+        assert len(set(slots)) == len(slots) and shared >= 0, "a slot was lost, or has two writers"
 
     # Details
 
@@ -205,15 +249,40 @@ class Keeper:
             raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
         return path
 
-    def _take_in(self, run: Run) -> None:
-        """Chunks of an earlier keeper. What hangs below something that is gone is free."""
-        parent = self._pool.root if run.parent is None else self._pool.find(run.parent + run.namespace)
-        if parent is None:
-            self._pool.abort(run.slots)
+    def _check_one_prompt(self, names: Sequence[bytes], first: int) -> None:
+        """Raise MisuseError for names of several prompts, of which those from `first` on are not here."""
+        if len(set(names)) < len(names):
+            raise MisuseError("a chunk comes twice in one prompt")
+        if len(self._pool.missing(names[first:])) < len(names) - first:
+            raise MisuseError("a chunk of this prompt is that of another prompt, too")
+
+    # Checkpoints
+
+    def _missing_checkpoint(self, names: Sequence[bytes]) -> list[PieceNeed] | None:
+        """The pieces of the checkpoint after these chunks; None if it is here, or resuming there takes none."""
+        if not self.planner.needs_checkpoint(len(names)) or self._pool.find(checkpoint_key(names[-1])) is not None:
+            return None
+        return self._coordinator.needs(self._coordinator.checkpoint_at(names, len(names)))
+
+    def _is_written(self, name: bytes, needs: Sequence[PieceNeed]) -> bool:
+        """Whether somebody is writing this checkpoint, or a piece of it."""
+        return checkpoint_key(name) in self._writing or any(need.key in self._writing for need in needs)
+
+    def _take_checkpoint(self, name: bytes, needs: Sequence[PieceNeed]) -> _Checkpoint | None:
+        """All of it, or nothing where there is no room."""
+        for node in self._pool.take(0, needs=needs):
+            own = zip(needs, self._pool.checkpoints.to_write(node), strict=True)
+            return _Checkpoint(node, name, [(need.key, slots) for need, slots in own if slots is not None])
+        return None
+
+    def _granted_pieces(self, checkpoint: _Checkpoint | None) -> list[Sequence[int]] | None:
+        if checkpoint is None:
+            return None
+        return [slots or () for slots in self._pool.checkpoints.to_write(checkpoint.node)]
+
+    def _end_checkpoint(self, checkpoint: _Checkpoint, touch: Any, is_written: bool) -> None:
+        chunk = self._pool.find(checkpoint.name)
+        if is_written and chunk is not None:
+            self._pool.commit([checkpoint.node], [checkpoint_key(checkpoint.name)], chunk, touch)
         else:
-            self._pool.commit(run.slots, _named(run.namespace, run.keys), parent, self._pool.touch(None))
-
-
-def _named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    """Names in the forest, which go by their first byte to one of many dictionaries: so that of a key comes first."""
-    return [key + namespace for key in keys]
+            self._pool.abort([checkpoint.node])

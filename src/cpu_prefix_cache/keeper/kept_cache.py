@@ -5,7 +5,8 @@ To an engine it is a CPUPrefixCache that answers Pending more often: nothing is 
     lookup     `run` goes to the keeper: Pending, until it has answered or the deadline has passed (questions.py)
     lookup     what it has is leased for this request: Hit, or Miss
     load       straight from the keeper's slots; the lease ends with the load
-    computed   the prompt is whole, or the request ends: its chunks are held on the device, `take` goes out (takes.py)
+    computed   the prompt is whole, or at a checkpoint that is wanted, or the request ends: what there is to store is
+               held on the device, `take` goes out (takes.py)
     step       slots were granted for those that nobody has: they are stored
     report     they are committed: all engines find them
 
@@ -15,19 +16,23 @@ nothing else. Without a revision nothing is.
 A slot has the rows of all ranks of an engine: a store is committed when every rank has written its own, and a lease
 ends when every rank has read.
 
-It takes models whose layers are all full attention, in one group.
+A chunk is stored if a request can resume after it, or after one below it that is stored with it: so of windows and
+states nothing is, unless the device has the checkpoint.
 """
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
 
+from cpu_prefix_cache.keeper.answers import NOTHING, Leased
 from cpu_prefix_cache.keeper.counts import Counts
 from cpu_prefix_cache.keeper.messenger import Messenger
 from cpu_prefix_cache.keeper.protocol import Kind
 from cpu_prefix_cache.keeper.questions import Question, Questions
+from cpu_prefix_cache.keeper.shape import KINDS, planner_of, spelled
 from cpu_prefix_cache.keeper.takes import Takes, Write
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
@@ -37,24 +42,31 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.destinations import check_destinations
-from cpu_prefix_cache.offload.device import Device
+from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.pool.group_copies import GroupCopies, num_bytes
+from cpu_prefix_cache.pool.wanted import is_worth, wanted_depths
 from cpu_prefix_cache.prefix_cache import Lease, Resolved
 
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 0.25  # for which a second request waits for the load of the same chunks (rule 12)
-GROUP = 0  # the only one
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """`known` of its chunks are in the pool, or on their way there."""
+    """`known` of its chunks are in the pool, or on their way there, and `confirmed` computed. `kept` are the depths, in
+    chunks, at which checkpoints are wanted, ascending; `resumed` is where it began.
+    """
 
     request: Request
     n0: int
     known: int
     question: Question | None  # whose lease its load uses
+    resumed: int
+    kept: Sequence[int]
+    confirmed: int = 0
+    stored: set[int] = field(default_factory=set)  # depths up to which something was taken
     is_stale: bool = False
     load: LoadTransfer | None = None
 
@@ -89,13 +101,15 @@ class KeptCache:
         min_load_tokens: int = 0,
     ) -> None:
         check_takes(planner)
+        check_fits(device, planner)
         self.planner = planner
+        self._copies = GroupCopies(planner)
         self._min_load_tokens = min_load_tokens
         self._device, self._messenger = device, messenger
         self._num_slots = messenger.num_slots
         self._ready_on = dict.fromkeys(range(ranks), ready_slots)
         self._ledger = TransferLedger(ranks)
-        self._questions, self._takes = Questions(messenger), Takes(messenger, device)
+        self._questions, self._takes = Questions(messenger), Takes(messenger, device, planner.host_blocks_per_chunk)
         self._pool_counts = Counts(messenger)
         self._running: dict[Hashable, _Running] = {}
         self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
@@ -122,9 +136,9 @@ class KeptCache:
             question = self._questions.ask(request.id, next(self._ids), keys, now)
         if question is None:
             return MISS
-        if question.slots is None:
+        if question.leased is None:
             return Pending(question.deadline)
-        boundary = self._usable(question, n0 // grid) * grid
+        boundary = self._usable(question.leased, n0 // grid) * grid
         if boundary < least:
             return MISS
         loading = self._ledger.loading.get(request.keys[n0 // grid])
@@ -141,12 +155,17 @@ class KeptCache:
         return self._ledger.filling()
 
     def boundaries(self, request_id: Hashable) -> list[int]:
-        """None: there are no checkpoints. Raises MisuseError for a request that is not admitted."""
-        self._admitted(request_id)
-        return []
+        """As CPUPrefixCache."""
+        running = self._admitted(request_id)
+        return [depth * self.planner.grid_tokens for depth in running.kept if depth > running.resumed]
 
-    def branch(self, request: Request, end: int) -> None:
-        """As CPUPrefixCache. None: there are no checkpoints."""
+    def branch(self, request: Request, end: int) -> int | None:
+        """As CPUPrefixCache, once the keeper has answered."""
+        question = self._questions.of(request.id, self._findable(request))
+        leased = NOTHING if question is None else question.leased or NOTHING
+        depth = self._branch(request, leased.present, end)
+        is_wanted = self.planner.has_checkpoints and is_worth(self.planner, depth, end, request.num_tokens)
+        return depth * self.planner.grid_tokens if is_wanted else None
 
     def reserve(self, request: Request, boundary: int, n0: int = 0) -> None:
         """As CPUPrefixCache. None: what a lookup has found is leased until it is loaded."""
@@ -179,13 +198,22 @@ class KeptCache:
         if request.id in self._running:
             return
         question = self._questions.take(request.id, self._findable(request))
-        known = 0 if question is None or question.slots is None else len(question.slots)
-        if question is not None and (boundary is None or boundary <= n0):
+        leased = NOTHING if question is None else question.leased or NOTHING
+        end = n0 if boundary is None else max(n0, boundary)
+        if question is not None and end == n0:
             self._questions.give_up(question)
             question = None
-        running = _Running(request, n0, known, question, is_stale=self.is_off or not request.stores)
+        running = _Running(
+            request,
+            n0,
+            leased.present,
+            question,
+            resumed=self.planner.full_chunks(end),
+            kept=self._kept(request, n0, end, leased.present) if self.planner.has_checkpoints else (),
+            is_stale=self.is_off or not request.stores,
+        )
         self._running[request.id] = self._prefilling[request.id] = running
-        self._hit_tokens += max(0, (boundary or 0) - n0)
+        self._hit_tokens += end - n0
 
     def load(self, request_id: Hashable, boundary: int, destinations: Sequence[Sequence[int]], now: float) -> int:
         """As CPUPrefixCache. If another keeper has come since the lookup, the load is planned as failed."""
@@ -194,15 +222,16 @@ class KeptCache:
         question = running.question
         if running.load is not None or question is None:
             raise MisuseError(f"request {request_id!r} is loading already, or was admitted without a boundary")
-        if boundary % grid or not running.n0 < boundary or stop > self._usable(question, start):
+        leased = question.leased or NOTHING
+        if boundary % grid or not running.n0 < boundary or stop > self._usable(leased, start):
             raise MisuseError(f"cannot load request {request_id!r} from token {running.n0} to {boundary} (rule 6)")
         self.check_destinations(destinations, running.n0, boundary)
-        hold = self._device.hold(destinations[GROUP])
+        hold = self._device.hold([*chain.from_iterable(destinations)])
         running.question = None
-        may_use = self._messenger.begin_use(question.connection)
-        slots = tuple((question.slots or ())[start:stop])
-        copies = (GroupCopy(GROUP, slots, tuple(destinations[GROUP])),) if may_use else ()
-        plan = self._ledger.new_plan(Direction.LOAD, copies, self._num_bytes(copies), failed=not may_use)
+        is_leased = stop == leased.depth or not self.planner.needs_checkpoint(stop)
+        may_use = is_leased and self._messenger.begin_use(question.connection)
+        copies = self._load_copies(leased, start, stop, destinations) if may_use else ()
+        plan = self._ledger.new_plan(Direction.LOAD, copies, num_bytes(self.planner, copies), failed=not may_use)
         running.load = _Load(
             plan,
             Chain(None, running.request.keys[start:stop]),
@@ -211,6 +240,8 @@ class KeptCache:
             deadline=now + LOAD_SECONDS,
             question=question if may_use else None,
         )
+        if not may_use:
+            self._questions.give_up(question)
         self._ledger.add(running.load)
         return plan.id
 
@@ -219,11 +250,14 @@ class KeptCache:
         return list(self._prefilling)
 
     def computed(self, request_id: Hashable, num_tokens: int) -> None:
-        """As CPUPrefixCache. A prompt is stored when it is whole."""
+        """As CPUPrefixCache. A prompt is stored when it is whole, and when it has a checkpoint that is wanted."""
         running = self._prefilling.get(request_id)
-        if running is not None and running.load is None and num_tokens >= running.request.num_tokens:
+        if running is None or running.load is not None:
+            return
+        is_whole = num_tokens >= running.request.num_tokens
+        if is_whole:
             del self._prefilling[request_id]
-            self._store(running, num_tokens)
+        self._confirm(running, num_tokens, is_over=is_whole)
 
     def goes_on(self, request_id: Hashable) -> None:
         """As CPUPrefixCache."""
@@ -241,7 +275,7 @@ class KeptCache:
         if running is not None and running.question is not None:
             self._questions.give_up(running.question)
         if running is not None and running.load is None:
-            self._store(running, num_tokens)
+            self._confirm(running, num_tokens, is_over=True)
 
     preempted = finished
 
@@ -329,31 +363,82 @@ class KeptCache:
         """The keys of a request that the keeper is queried for."""
         return tuple(request.keys[: self.planner.findable_chunks(request.num_tokens)])
 
-    def _usable(self, question: Question, start: int) -> int:
-        """Up to which chunk its slots can be copied from, by now."""
-        slots = question.slots or ()
-        if self._ready >= self._num_slots:
-            return len(slots)
-        return next((at for at in range(start, len(slots)) if slots[at] >= self._ready), len(slots))
+    def _usable(self, leased: Leased, start: int) -> int:
+        """Up to which chunk its slots can be copied from, by now: with a checkpoint all of it, or nothing."""
+        if max(leased.slots, default=0) < self._ready:
+            return leased.depth
+        width = self.planner.host_blocks_per_chunk
+        late = (at for at in range(start * width, leased.depth * width) if leased.slots[at] >= self._ready)
+        return 0 if self.planner.has_checkpoints else next(late, leased.depth * width) // width
 
-    def _store(self, running: _Running, num_tokens: int) -> None:
-        """Store the chunks of its first `num_tokens` tokens, beyond those that the pool has."""
-        stop = min(self.planner.full_chunks(num_tokens), len(running.request.keys))
-        if not (running.is_stale or self.is_off) and stop > running.known:
-            keys = running.request.keys[:stop]
-            running.known = self._takes.begin(next(self._ids), keys, running.known, self._now)
+    def _load_copies(
+        self, leased: Leased, start: int, stop: int, destinations: Sequence[Sequence[int]]
+    ) -> tuple[GroupCopy, ...]:
+        width = self.planner.host_blocks_per_chunk
+        chunks, rest = leased.slots[start * width : stop * width], iter(leased.slots[leased.depth * width :])
+        pieces = None
+        if self.planner.needs_checkpoint(stop):
+            widths = (self.planner.pieces[at.group].host_blocks for at in self.planner.checkpoint(stop))
+            pieces = [tuple(islice(rest, width)) for width in widths]
+        return tuple(self._copies.of_load(chunks, pieces, start, stop, destinations))
+
+    def _branch(self, request: Request, present: int, end: int) -> int:
+        """Where this prompt departs from what somebody had before: the pool, as it was, or this device."""
+        last = min(self.planner.hittable_chunks(request.num_tokens), len(request.keys))
+        here = min(max(present, end // self.planner.grid_tokens), last)
+        return here + bisect_left(range(here, last), True, key=lambda at: self._device.find(request.keys[at]) is None)
+
+    def _kept(self, request: Request, n0: int, end: int, present: int) -> list[int]:
+        """The depths at which checkpoints are wanted: also where it resumes, if the pool may not have that one."""
+        depth, branch = self.planner.full_chunks(end), self._branch(request, present, end)
+        kept = [depth] if depth and end == n0 else []
+        return kept + wanted_depths(self.planner, len(request.keys), end, request.num_tokens, branch)
+
+    def _confirm(self, running: _Running, num_tokens: int, *, is_over: bool) -> None:
+        """Its first `num_tokens` tokens are computed. Store what that has completed, the deepest first."""
+        before, stop = running.confirmed, min(self.planner.full_chunks(num_tokens), len(running.request.keys))
+        running.confirmed = max(before, stop)
+        depths = {depth for depth in running.kept if before < depth <= stop}
+        if is_over:
+            depths.add(stop)
+        for depth in sorted(depths, reverse=True) if not (running.is_stale or self.is_off) else ():
+            self._store(running, depth)
+
+    def _store(self, running: _Running, depth: int) -> None:
+        """Store what the pool may lack of so many of its chunks and, if resuming after them takes one, the checkpoint
+        there. Where the device does not have that, the chunks up to the last that takes none.
+        """
+        keys, pieces = running.request.keys, None
+        if depth in running.stored:
+            return
+        if self.planner.needs_checkpoint(depth):
+            pieces = self._device.find_checkpoint(self._copies.checkpoint_at(keys, depth))
+        while pieces is None and depth > running.known and self.planner.needs_checkpoint(depth):
+            depth -= 1
+        if depth > running.known or pieces is not None:
+            first = min(running.known, depth)
+            end = self._takes.begin(next(self._ids), keys[:depth], first, pieces, self._now)
+            running.known = max(running.known, end)
+            running.stored.add(depth)
 
     def _plan_store(self, write: Write) -> None:
-        is_ready = max(write.slots) < self._ready
+        granted = write.granted
+        is_ready = max(granted.all_slots) < self._ready
         if not is_ready or self.is_off or not self._messenger.begin_use(write.take.connection):
             self._takes.end(write.take, 0)
             return
-        copies = (GroupCopy(GROUP, tuple(write.slots), tuple(write.blocks)),)
-        plan = self._ledger.new_plan(Direction.STORE, copies, self._num_bytes(copies))
+        copies = self._store_copies(write)
+        plan = self._ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies))
         self._ledger.add(_Store(plan, Chain(None, write.keys), hold=None, write=write))
 
-    def _num_bytes(self, copies: Sequence[GroupCopy]) -> int:
-        return sum(len(copy.device_blocks) * self.planner.crossing_bytes[GROUP] for copy in copies)
+    def _store_copies(self, write: Write) -> tuple[GroupCopy, ...]:
+        granted, copies = write.granted, list[GroupCopy]()
+        if granted.pieces is not None and write.take.pieces is not None:
+            pieces = [slots or None for slots in granted.pieces]
+            copies += self._copies.checkpoint_copies(len(write.take.keys), pieces, write.take.pieces)
+        if granted.slots:
+            copies += self._copies.of_chunks(granted.slots, self._copies.chunk_blocks_by_group(write.blocks))
+        return tuple(copies)
 
     def _land(self, transfer: Transfer) -> Resolved:
         """A transfer has ended: nothing reads or writes its blocks and slots any more."""
@@ -389,14 +474,18 @@ class KeptCache:
             self._counts["loads_failed"] += not load.is_cancelled
 
     def _land_store(self, store: _Store) -> None:
-        slots = store.write.slots
-        fit = next((at for at, slot in enumerate(slots) if slot in store.unfit), len(slots))
+        """A checkpoint is committed if all of the store is as it should be."""
+        write, width = store.write, self.planner.host_blocks_per_chunk
+        slots = write.granted.slots
+        fit = next((at for at, slot in enumerate(slots) if slot in store.unfit), len(slots)) // width
         good = fit if store.succeeded else 0
-        self._takes.end(store.write.take, good)
+        has_checkpoint = write.has_checkpoint and store.succeeded and not store.unfit
+        self._takes.end(write.take, good, has_checkpoint)
         self._messenger.end_use()
         self._counts["chunks_stored"] += good
-        self._counts["bytes_stored"] += store.plan.num_bytes * good // len(slots)
-        self._counts["store_unfit"] += len(slots) - fit
+        self._counts["checkpoints_stored"] += has_checkpoint
+        self._counts["bytes_stored"] += store.plan.num_bytes * good // max(1, write.chunks)
+        self._counts["store_unfit"] += write.chunks - fit
         self._counts["stores_failed"] += not all(store.reports.values())
         self._counts["store_cancelled"] += fit - good
 
@@ -408,15 +497,24 @@ class KeptCache:
 
 
 def check_takes(planner: HybridChunkPlanner) -> None:
-    """Raise ConfigurationError for a model that a pool of a node does not take yet."""
+    """Raise ConfigurationError for a model that a pool of a node does not take."""
     if planner.lookahead_chunks:
         raise ConfigurationError(
             "a pool of a node knows no drafter (EAGLE, MTP) yet; start this engine without one, or give it host memory "
             "of its own"
         )
-    if planner.has_checkpoints or len(planner.pieces) != 1 or planner.host_blocks_per_chunk != 1:
-        groups = ", ".join(f"{group.name!r} ({group.kind})" for group in planner.groups)
+    groups = ", ".join(f"{group.name!r} ({group.kind})" for group in planner.groups)
+    if not planner.host_blocks_per_chunk:
         raise ConfigurationError(
-            f"a pool of a node takes models whose layers are one group of full attention, and the groups are {groups}; "
-            "give this engine host memory of its own"
+            "a pool of a node takes models with some full attention or MLA, since a window or a state is found below "
+            f"chunks of these, and the groups are {groups}; give this engine host memory of its own"
         )
+    if not all(type(group) in KINDS for group in planner.groups):
+        raise ConfigurationError(
+            f"a pool of a node has the groups of this library alone, and here are {groups}; give this engine host "
+            "memory of its own"
+        )
+    if [piece.host_blocks for piece in planner_of(spelled(planner)).pieces] != [
+        piece.host_blocks for piece in planner.pieces
+    ]:
+        raise ConfigurationError("a pool of a node has no host blocks in whole pages; leave the tier out")

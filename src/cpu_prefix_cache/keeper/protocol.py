@@ -2,10 +2,14 @@
 
     engine                                           keeper
     hello      keys: namespace; numbers: block       welcome   numbers: blocks, the number of this engine
-               bytes, its number, if it had one      refused   keys: a sentence
-    run        keys: of a prompt, from its first     ran       numbers: slots of the chunks that are leased
-    take       keys: the same, all computed          took      numbers: is it worth another try, first chunk, slots
-    commit     numbers: how many were written          -       of the take with this id, from its first slot on
+               bytes, its number, if it had one,     refused   keys: a sentence
+               and its groups (shape.py)
+    run        keys: of a prompt, from its first     ran       numbers: what is there, and leased (answers.py)
+    take       keys: the same, all computed;         took      numbers: what may be written (answers.py)
+               numbers: is there the checkpoint
+               after the last of them, too
+    commit     numbers: how many chunks were           -       of the take with this id, from its first chunk on
+               written, and whether the checkpoint
     release    -                                       -       of the run with this id
     name       keys: namespace                         -       the engine's weights have changed
     count      -                                       counted numbers: of the pool's slots (counts.py)
@@ -28,7 +32,7 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("=IBBHQII")
 NUMBER_BYTES = 8
 MOST_BYTES = 64 << 20  # of a message: keys of two million chunks
@@ -65,18 +69,21 @@ class Message(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Contents of an engine's message of one kind: so many numbers, and keys of so many bytes, one of them or any."""
+    """Contents of an engine's message of one kind: so many numbers, or more, and keys of so many bytes, one of them or
+    any.
+    """
 
     numbers: int
     key_bytes: int = 0
     is_prompt: bool = False
+    may_have_more: bool = False
 
 
 _SHAPES = {
-    Kind.HELLO: _Shape(2, NAMESPACE_BYTES),
+    Kind.HELLO: _Shape(2, NAMESPACE_BYTES, may_have_more=True),
     Kind.RUN: _Shape(0, KEY_BYTES, is_prompt=True),
-    Kind.TAKE: _Shape(0, KEY_BYTES, is_prompt=True),
-    Kind.COMMIT: _Shape(1),
+    Kind.TAKE: _Shape(1, KEY_BYTES, is_prompt=True),
+    Kind.COMMIT: _Shape(2),
     Kind.RELEASE: _Shape(0),
     Kind.NAME: _Shape(0, NAMESPACE_BYTES),
     Kind.COUNT: _Shape(0),
@@ -117,7 +124,9 @@ def check_asked(message: Message) -> None:
     if shape is None:
         raise ProtocolError(f"got {message.kind.name}, which engines do not send")
     least, most = (1, len(keys)) if shape.is_prompt else (bool(shape.key_bytes),) * 2
-    is_right = len(message.numbers) == shape.numbers and least <= len(keys) <= most
+    numbers = len(message.numbers)
+    is_right = numbers == shape.numbers or (shape.may_have_more and numbers > shape.numbers)
+    is_right = is_right and least <= len(keys) <= most
     if not is_right or any(len(key) != shape.key_bytes for key in keys[:1]):
         raise ProtocolError(f"got {message.kind.name} with {len(message.numbers)} numbers and {len(keys)} keys")
 
@@ -127,24 +136,6 @@ def check_greeted(answer: Message) -> None:
     is_right = {Kind.WELCOME: len(answer.numbers) == 3, Kind.REFUSED: len(answer.keys) == 1}
     if not is_right.get(answer.kind, False):
         raise ProtocolError(f"the keeper began with {answer.kind.name} of {len(answer.numbers)} numbers")
-
-
-def check_answered(asked: Message | None, answer: Message, num_slots: int) -> None:
-    """Raise ProtocolError unless this is an answer to that question, in a pool of so many slots."""
-    if asked is None or answer.kind is not ANSWERS[asked.kind]:
-        raise ProtocolError(f"got {answer.kind.name} {answer.id}, and no question with this number")
-    if answer.kind is Kind.COUNTED:
-        if len(answer.numbers) != NUM_COUNTED:
-            raise ProtocolError(f"got {answer.kind.name} of {len(answer.numbers)} numbers")
-        return
-    first, slots = 0, answer.numbers
-    if answer.kind is Kind.TOOK and len(slots) >= 2:
-        first, slots = slots[1], slots[2:]
-    elif answer.kind is Kind.TOOK:
-        raise ProtocolError(f"got {answer.kind.name} without its first chunk")
-    is_right = first + len(slots) <= len(asked.keys) and max(slots, default=0) < num_slots
-    if not is_right or len(set(slots)) < len(slots):
-        raise ProtocolError(f"got {len(slots)} slots for {len(asked.keys)} chunks, or one that is not in the pool")
 
 
 class Received:

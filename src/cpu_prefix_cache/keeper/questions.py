@@ -1,7 +1,7 @@
 """Questions: how much of each prompt does the pool have?
 
     open       `run` went out; the request is answered Pending until a deadline
-    answered   with the slots of the chunks that are there, on which there is a lease
+    answered   with the slots that the request needs to resume, on which there is a lease
     over       taken by a load, or given up: no longer wanted, too late, or nobody came back for it
 
 A keeper that does not answer costs UNANSWERED requests their deadline; then none is sent for a pause.
@@ -10,6 +10,7 @@ A keeper that does not answer costs UNANSWERED requests their deadline; then non
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from cpu_prefix_cache.keeper.answers import NOTHING, Leased
 from cpu_prefix_cache.keeper.messenger import Messenger
 from cpu_prefix_cache.keeper.protocol import Kind, Message
 
@@ -20,13 +21,13 @@ PAUSE_SECONDS, UNANSWERED = 1.0, 5
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """One question, as it went out in a connection. `slots` are the answer."""
+    """One question, as it went out in a connection. `leased` is the answer."""
 
     id: int
     connection: int
     keys: Sequence[bytes]
     deadline: float
-    slots: Sequence[int] | None = None
+    leased: Leased | None = None
 
 
 class Questions:
@@ -67,13 +68,13 @@ class Questions:
     def answered(self, connection: int, message: Message) -> None:
         question = self._open.pop(message.id, None)
         if question is not None and question.connection == connection:
-            question.slots = message.numbers
+            question.leased = Leased.of(message.numbers)
             self._unanswered_in_a_row = 0
 
     def take(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
         """The request is admitted. Its question, whose lease is the caller's now."""
         question = self._of.pop(request, None)
-        if question is not None and (question.slots is None or question.keys != keys):
+        if question is not None and (question.leased is None or question.keys != keys):
             self.give_up(question)
             return None
         return question
@@ -88,7 +89,7 @@ class Questions:
         late = [each for each in self._open.values() if now >= each.deadline]
         for question in late:
             self.give_up(question)
-            question.slots = ()
+            question.leased = NOTHING
             self.unanswered += 1
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED:

@@ -1,9 +1,9 @@
-"""Takes: computed chunks on their way from the device to the pool.
+"""Takes: computed chunks, and the checkpoint after them, on their way from the device to the pool.
 
-    held       the device keeps the blocks of the chunks that the pool may lack
+    held       the device keeps the blocks of what the pool may lack
     open       `take` went out
-    granted    slots for those that nobody has, or writes: a *write*, which is copied by the ranks
-    again      another engine, or another request, is writing the first of them: sent again in the next step
+    granted    slots for what nobody has, or writes: a *write*, which is copied by the ranks
+    again      another engine, or another request, is writing some of it: sent again in the next step
     dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends
 
 Blocks are held for TAKE_SECONDS at most, and until a write has ended.
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cpu_prefix_cache.keeper.answers import Granted
 from cpu_prefix_cache.keeper.messenger import Messenger
 from cpu_prefix_cache.keeper.protocol import Kind, Message
 from cpu_prefix_cache.offload.device import Device
@@ -22,39 +23,49 @@ TAKE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Chunks `first` and following of the prompt with these keys, `blocks[i]` of each, under one hold."""
+    """Chunks `first` and following of the prompt with these keys, `blocks[i]` of each, and of each piece of the
+    checkpoint after the last of them, if it is to be stored, `pieces[i]`; under one hold.
+    """
 
     id: int
     connection: int
     keys: Sequence[bytes]
     first: int
     blocks: Sequence[Sequence[int]]
+    pieces: Sequence[Sequence[int]] | None
     hold: Any
     deadline: float
 
 
 class Write(NamedTuple):
-    """Chunks of a take from number `first` on, for which slots were granted."""
+    """Chunks of a take from number `first` on, so many, and the checkpoint or not: what slots were granted for."""
 
     take: Take
     first: int
-    slots: Sequence[int]
+    chunks: int
+    granted: Granted
 
     @property
     def keys(self) -> Sequence[bytes]:
-        return self.take.keys[self.first : self.first + len(self.slots)]
+        return self.take.keys[self.first : self.first + self.chunks]
 
     @property
     def blocks(self) -> list[int]:
+        """Device blocks of the chunks, chunk after chunk."""
         skipped = self.first - self.take.first
-        return [block for chunk in self.take.blocks[skipped : skipped + len(self.slots)] for block in chunk]
+        return [block for chunk in self.take.blocks[skipped : skipped + self.chunks] for block in chunk]
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return self.granted.pieces is not None
 
 
 class Takes:
     """Takes of one engine that are not written yet, by their numbers."""
 
-    def __init__(self, messenger: Messenger, device: Device) -> None:
+    def __init__(self, messenger: Messenger, device: Device, slots_per_chunk: int) -> None:
         self._messenger, self._device = messenger, device
+        self._slots_per_chunk = slots_per_chunk
         self._open: dict[int, Take] = {}
         self._again: list[Take] = []
         self.refused = 0  # chunks for which there was no room
@@ -62,19 +73,24 @@ class Takes:
     def __len__(self) -> int:
         return len(self._open) + len(self._again)
 
-    def begin(self, id: int, keys: Sequence[bytes], first: int, now: float) -> int:
-        """Hold what the device has of these chunks, from number `first` on, and ask. Where it ends."""
+    def begin(
+        self, id: int, keys: Sequence[bytes], first: int, pieces: Sequence[Sequence[int]] | None, now: float
+    ) -> int:
+        """Hold what the device has of these chunks, from number `first` on, and ask. Where it ends. With `pieces`, the
+        device blocks of the checkpoint after them, all or nothing.
+        """
         blocks = []
         for found in self._device.find_all(keys[first:]):
             if found is None:
                 break
             blocks.append(found)
-        if not blocks or not self._messenger.is_up:
+        is_lost = pieces is not None and first + len(blocks) < len(keys)
+        if is_lost or not (blocks or pieces) or not self._messenger.is_up:
             return first
         above = self._device.find(keys[first - 1]) if first else None
-        hold = self._device.hold([block for chunk in blocks for block in chunk], above or ())
+        hold = self._device.hold([block for each in (*blocks, *(pieces or ())) for block in each], above or ())
         keys = tuple(keys[: first + len(blocks)])
-        self._ask(Take(id, self._messenger.connection, keys, first, blocks, hold, now + TAKE_SECONDS))
+        self._ask(Take(id, self._messenger.connection, keys, first, blocks, pieces, hold, now + TAKE_SECONDS))
         return len(keys)
 
     def answered(self, message: Message) -> Write | None:
@@ -82,13 +98,15 @@ class Takes:
         take = self._open.pop(message.id, None)
         if take is None:
             return None  # dropped meanwhile, and with it what was granted
-        try_again, first, *slots = message.numbers
-        if slots and first >= take.first:
-            return Write(take, first, slots)
-        if try_again:
+        granted = Granted.of(message.numbers)
+        if granted.all_slots and granted.first >= take.first:
+            return Write(take, granted.first, len(granted.slots) // self._slots_per_chunk, granted)
+        if granted.try_again:
             self._again.append(take)
-        else:  # all are there, there is no room, or what comes before them has left the pool
-            self.refused += 0 if slots else len(take.keys) - first
+        elif granted.pieces is not None and not granted.all_slots:  # of the checkpoint other ones have all pieces
+            self.end(take, 0, has_checkpoint=True)
+        else:  # all is there, there is no room, or what comes before it has left the pool
+            self.refused += 0 if granted.slots else len(take.keys) - granted.first
             self.drop(take)
         return None
 
@@ -112,9 +130,11 @@ class Takes:
         if take in self._again:
             self._again.remove(take)
 
-    def end(self, take: Take, count: int) -> None:
-        """The first `count` granted chunks are written, and nothing reads the device blocks any more."""
-        self._messenger.send(take.connection, Message(Kind.COMMIT, take.id, (count,)))
+    def end(self, take: Take, count: int, has_checkpoint: bool = False) -> None:
+        """The first `count` granted chunks are written, and the checkpoint or not, and nothing reads the device blocks
+        any more.
+        """
+        self._messenger.send(take.connection, Message(Kind.COMMIT, take.id, (count, has_checkpoint)))
         self._device.release(take.hold)
 
     def drop_all(self) -> None:
@@ -126,4 +146,4 @@ class Takes:
 
     def _ask(self, take: Take) -> None:
         self._open[take.id] = take
-        self._messenger.send(take.connection, Message(Kind.TAKE, take.id, keys=take.keys))
+        self._messenger.send(take.connection, Message(Kind.TAKE, take.id, (take.pieces is not None,), take.keys))

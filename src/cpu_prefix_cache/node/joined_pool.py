@@ -14,7 +14,9 @@ import mmap
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory import mapping
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.messenger import SocketMessenger
 from cpu_prefix_cache.node.seat import Seat
 from cpu_prefix_cache.node.settings import NodePool, name_of, revision_of
@@ -33,10 +35,10 @@ class JoinedPool:
         self.num_slots = seat.num_slots
 
     @classmethod
-    def join(cls, pool: NodePool, block_bytes: int, namespace: Namespace) -> Self:
+    def join(cls, pool: NodePool, block_bytes: int, namespace: Namespace, planner: HybridChunkPlanner) -> Self:
         """With a seat of its own, and slots of so many bytes. `namespace` has all that decides what is in one."""
         name = name_of(namespace, revision_of(namespace))
-        seat = Seat.of(pool.path, name, block_bytes, connect_seconds=pool.connect_seconds)
+        seat = Seat.of(pool.path, name, block_bytes, spelled(planner), connect_seconds=pool.connect_seconds)
         return cls(pool, namespace, seat)
 
     @classmethod
@@ -57,11 +59,12 @@ class JoinedPool:
         """The region, mapped here."""
         return mapping.map_shared(self._seat.files[0], self.num_bytes)
 
-    def messenger(self) -> SocketMessenger:
+    def messenger(self, planner: HybridChunkPlanner) -> SocketMessenger:
         """The engine's line, for what decides over the pool. Called once, in one process of the engine."""
         self._messenger = SocketMessenger(
             self._pool.path,
             self._seat,
+            planner,
             partial(name_of, self._namespace),
             revision_of(self._namespace),  # of the process that has joined
         )

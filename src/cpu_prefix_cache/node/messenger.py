@@ -19,17 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cpu_prefix_cache.keeper.protocol import (
-    ANSWERS,
-    Kind,
-    Message,
-    ProtocolError,
-    Received,
-    check_answered,
-    encoded,
-)
+from cpu_prefix_cache.keeper.answers import check_answered
+from cpu_prefix_cache.keeper.protocol import ANSWERS, Kind, Message, ProtocolError, Received, encoded
+from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.hello import READ_BYTES, RETRY_SECONDS, connect, greet
 from cpu_prefix_cache.node.seat import Seat
 
@@ -37,12 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class SocketMessenger:
-    """For the engine that has this seat at the keeper at `path`. `name_of` gives the name of a revision's namespace;
-    `revision` is that of its first hello.
+    """For the engine that has this seat at the keeper at `path`, and this model. `name_of` gives the name of a
+    revision's namespace; `revision` is that of its first hello.
     """
 
-    def __init__(self, path: str, seat: Seat, name_of: Callable[[str | None], bytes], revision: str) -> None:
-        self._path, self._seat = path, seat
+    def __init__(
+        self,
+        path: str,
+        seat: Seat,
+        planner: HybridChunkPlanner,
+        name_of: Callable[[str | None], bytes],
+        revision: str,
+    ) -> None:
+        self._path, self._seat, self._planner = path, seat, planner
         self._name_of, self._namespace = name_of, name_of(revision)
         self.num_slots = seat.num_slots
         self._lock = threading.Lock()
@@ -141,7 +143,7 @@ class SocketMessenger:
                     raise ConnectionResetError("its socket has ended")
                 received.feed(some)
                 for message in received:
-                    check_answered(asked.pop(message.id, None), message, self.num_slots)
+                    check_answered(asked.pop(message.id, None), message, self.num_slots, self._planner)
                     self._answers.append((self.connection, message))
         self._send_all(connected)
 
@@ -195,5 +197,6 @@ class SocketMessenger:
     def _hello(self, connected: socket.socket) -> None:
         with self._lock:
             namespace = self._namespace
-        hello = Message(Kind.HELLO, numbers=(self._seat.block_bytes, self._seat.number), keys=(namespace,))
+        numbers = (self._seat.block_bytes, self._seat.number, *spelled(self._planner))
+        hello = Message(Kind.HELLO, numbers=numbers, keys=(namespace,))
         greet(connected, hello, self._seat.files, self._ending.is_set)

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -42,12 +43,12 @@ class Seat:
     _offer: socket.socket | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, path: str, namespace: bytes, block_bytes: int, *, connect_seconds: float) -> Self:
-        """The seat that the keeper at `path` gives. Raises ConfigurationError where none answers in time, or it
-        refuses this engine.
+    def of(cls, path: str, namespace: bytes, block_bytes: int, shape: Sequence[int], *, connect_seconds: float) -> Self:
+        """The seat that the keeper at `path` gives, for a model of this `shape`. Raises ConfigurationError where none
+        answers in time, or it refuses this engine.
         """
         deadline = time.monotonic() + connect_seconds
-        hello = Message(Kind.HELLO, numbers=(block_bytes, NOBODY), keys=(namespace,))
+        hello = Message(Kind.HELLO, numbers=(block_bytes, NOBODY, *shape), keys=(namespace,))
         while True:
             try:
                 return cls._first(path, hello, deadline)

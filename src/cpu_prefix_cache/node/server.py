@@ -1,7 +1,7 @@
 """Server: the sockets of a keeper. One thread, which answers each message before it reads the next.
 
     connected --hello--> waiting --welcome--> joined --its socket ends--> leaving --its lock is free--> gone
-                            `--refused: another user, release, block size or region, or too many engines
+                            `--refused: another user, release, block size, shape or region, or too many engines
 
     no region --an engine hands one back, or nobody does in time and one is made--> open
 
@@ -39,8 +39,10 @@ from cpu_prefix_cache.keeper.protocol import (
     check_asked,
     encoded,
 )
+from cpu_prefix_cache.keeper.shape import planner_of, shared_shape
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES
 from cpu_prefix_cache.node.presence import is_present
@@ -64,6 +66,7 @@ class _Connection:
         self.waits_to_send = False
         self.files: list[int] = []  # that came with hello
         self.hello: Message | None = None
+        self.planner: HybridChunkPlanner | None = None  # of its hello
         self.number = NOBODY
 
 
@@ -181,16 +184,20 @@ class Server:
 
     def _make(self, first: _Connection) -> None:
         """A new region, for blocks of the size that the first engine has."""
-        block_bytes = first.hello.numbers[0] if first.hello is not None else 0
+        if first.hello is None or first.planner is None:
+            return
+        block_bytes, least = first.hello.numbers[0], first.planner.fewest_blocks
         try:
-            self._open(regions.make(self._host_bytes, block_bytes))
+            if least * block_bytes > self._host_bytes:
+                raise ConfigurationError(f"a chunk and its checkpoint take {least} of them")
+            self._open(regions.make(self._host_bytes, block_bytes), first.planner)
         except (ConfigurationError, OSError, OverflowError, MemoryError) as error:
             self._refuse(first, f"no region has blocks of {block_bytes} bytes here: {error}")
 
-    def _open(self, region: Region, absent: Sequence[int] = ()) -> None:
+    def _open(self, region: Region, planner: HybridChunkPlanner, absent: Sequence[int] = ()) -> None:
         """`absent`: beside engines that live, who may still write to it. NOBODY is for those that ended just now."""
         self._region = region
-        self._keeper = Keeper(region.num_slots, region.records)
+        self._keeper = Keeper(region.num_slots, region.records, planner)
         self._keeper.absent.update(each for each in range(1, MOST_ENGINES + 1) if is_present(region.files[1], each))
         self._keeper.absent.update(absent)
         with _uncollected():
@@ -200,17 +207,20 @@ class Server:
             logger.warning("the region that was handed back has its own size: to change it, end all engines first")
 
     def _welcome(self, connection: _Connection) -> None:
-        hello, region, keeper = connection.hello, self._region, self._keeper
-        if hello is None or region is None or keeper is None:
+        hello, planner, region, keeper = connection.hello, connection.planner, self._region, self._keeper
+        if hello is None or planner is None or region is None or keeper is None:
             return
         connection.hello = None
-        block_bytes, number = hello.numbers
+        block_bytes, number = hello.numbers[:2]
         if (number or connection.files) and not region.is_in(connection.files):
             self._refuse(connection, "the keeper has another region by now; start the engine anew to join it")
             return
         if block_bytes != region.block_bytes:
             sentence = f"this pool has blocks of {region.block_bytes} bytes, and this model {block_bytes}"
             self._refuse(connection, f"{sentence}; give it a keeper of its own")
+            return
+        if shared_shape(planner) != shared_shape(keeper.planner):
+            self._refuse(connection, "this pool has models of other groups; give this one a keeper of its own")
             return
         if number in self._joined:
             self._close(self._joined[number])
@@ -281,28 +291,28 @@ class Server:
         elif keeper is None or engine == NOBODY:
             raise ProtocolError(f"got {kind.name} before {Kind.HELLO.name}")
         elif kind is Kind.RUN:
-            self._send(connection, Message(Kind.RAN, id, keeper.run(engine, id, keys)))
+            self._send(connection, Message(Kind.RAN, id, keeper.run(engine, id, keys).numbers))
         elif kind is Kind.TAKE:
-            granted = keeper.take(engine, id, keys)
-            self._send(connection, Message(Kind.TOOK, id, (granted.try_again, granted.first, *granted.slots)))
+            granted = keeper.take(engine, id, keys, bool(numbers[0]))
+            self._send(connection, Message(Kind.TOOK, id, granted.numbers))
         elif kind is Kind.COUNT:
             self._send(connection, Message(Kind.COUNTED, id, counted(keeper.statistics())))
         elif kind is Kind.COMMIT:
-            keeper.commit(engine, id, numbers[0])
+            keeper.commit(engine, id, numbers[0], bool(numbers[1]))
         elif kind is Kind.RELEASE:
             keeper.release(engine, id)
         elif kind is Kind.NAME:
             keeper.name(engine, keys[0])
 
     def _greet(self, connection: _Connection, hello: Message) -> None:
-        block_bytes, number = hello.numbers
+        block_bytes, number, *shape = hello.numbers
         if not block_bytes or number > MOST_ENGINES:
             raise ProtocolError(f"engine {number} says hello with blocks of {block_bytes} bytes")
-        connection.hello = hello
+        connection.hello, connection.planner = hello, planner_of(shape)
         if self._region is None and connection.files:
             adopted = regions.adopt(connection.files)
             if adopted is not None:
-                self._open(adopted, [NOBODY])
+                self._open(adopted, connection.planner, [NOBODY])
         self._tick(time.monotonic())
 
     def _send(self, connection: _Connection, message: Message, version: int = VERSION) -> None:

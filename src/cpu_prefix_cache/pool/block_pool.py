@@ -244,6 +244,11 @@ class BlockPool:
         return len(self.free) + self._nodes.count[CACHED] - chunks * self.shape.blocks_per_chunk - pieces
 
     @property
+    def num_cached(self) -> int:
+        """How many blocks hold chunks, or pieces of checkpoints, that lookups find."""
+        return self._nodes.count[CACHED]
+
+    @property
     def least_available(self) -> int:
         """A number of blocks that could be handed out now, at most `num_available`: chunks that two pins hold count
         twice, as do pieces that checkpoints share. O(pins).

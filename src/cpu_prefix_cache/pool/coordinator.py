@@ -156,10 +156,6 @@ class KVCacheCoordinator(GroupCopies):
         chunks = checkpoint.depth * self.pool.shape.blocks_per_chunk
         return chunks + self.num_blocks(checkpoint.depth) <= self.pool.capacity
 
-    def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt:
-        """The checkpoint below `depth` chunks, one or more, of the request with these keys."""
-        return CheckpointAt(depth, tuple(keys[depth - self.planner.reach(depth) : depth]))
-
     def needs(self, checkpoint: CheckpointAt) -> list[PieceNeed]:
         """The pieces a checkpoint has.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from cpu_prefix_cache.messages.plan import GroupCopy
+from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 Blocks = Sequence[int]
@@ -15,6 +16,10 @@ class GroupCopies:
     def __init__(self, planner: HybridChunkPlanner) -> None:
         self.planner = planner
         self._in_chunk = [at for at, piece in enumerate(planner.pieces) if piece.in_chunk]
+
+    def checkpoint_at(self, keys: Sequence[bytes], depth: int) -> CheckpointAt:
+        """The checkpoint below `depth` chunks, one or more, of the request with these keys."""
+        return CheckpointAt(depth, tuple(keys[depth - self.planner.reach(depth) : depth]))
 
     def of_chunks(self, host_blocks: Blocks, device_blocks: Sequence[Blocks]) -> list[GroupCopy]:
         """Pair the host blocks of chunks, chunk after chunk, with their device blocks, given for each group that chunks

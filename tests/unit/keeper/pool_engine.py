@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[3]
 class KeeperProcess:
     """`cpu-prefix-cache keep`, which can be killed and started again."""
 
-    def __init__(self, folder, slots=32, **options):
+    def __init__(self, folder, slots=32, block_bytes=CHUNK_BYTES, **options):
         self.path = str(folder / "kv.sock")
-        self.slots, self.options = slots, {"settle-seconds": 0, "adopt-seconds": 5, **options}
+        self.host_bytes, self.options = slots * block_bytes, {"settle-seconds": 0, "adopt-seconds": 5, **options}
         self.process = None
         self.start()
 
@@ -29,7 +29,7 @@ class KeeperProcess:
         options = [f"--{name}={value}" for name, value in self.options.items()]
         command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", "keep", f"--socket={self.path}"]
         self.process = subprocess.Popen(
-            [*command, f"--host-bytes={self.slots * CHUNK_BYTES}", *options],
+            [*command, f"--host-bytes={self.host_bytes}", *options],
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         )
@@ -53,6 +53,18 @@ class KeeperProcess:
             self.kill()
 
 
+def settle(cache):
+    """Wait until the keeper has carried out all that was sent to it: it answers in order. Or until it is gone."""
+    messenger = cache._messenger
+    message, answered = Message(Kind.COUNT, next(cache._ids)), set()
+    with mock.patch.object(cache._pool_counts, "answered", lambda each: answered.add(each.id)):
+        messenger.send(messenger.connection, message)
+        until = time.monotonic() + PATIENCE
+        while messenger.is_up and message.id not in answered:
+            cache.passed(time.monotonic())
+            assert time.monotonic() < until, "the keeper does not answer"
+
+
 class PoolEngine(HostEngine):
     def __init__(self, address, device_blocks=16, model="model", revision="1", weights=0, wrap_copier=None):
         pool = NodePool(address, model=model, revision=revision)
@@ -66,15 +78,7 @@ class PoolEngine(HostEngine):
         self.settles()
 
     def settles(self):
-        """Wait until the keeper has carried out all that was sent to it: it answers in order. Or until it is gone."""
-        cache, messenger = self.host.cache, self.host.cache._messenger
-        message, answered = Message(Kind.COUNT, next(cache._ids)), set()
-        with mock.patch.object(cache._pool_counts, "answered", lambda each: answered.add(each.id)):
-            messenger.send(messenger.connection, message)
-            until = time.monotonic() + PATIENCE
-            while messenger.is_up and message.id not in answered:
-                cache.passed(time.monotonic())
-                assert time.monotonic() < until, "the keeper does not answer"
+        settle(self.host.cache)
 
     def __enter__(self):
         return self

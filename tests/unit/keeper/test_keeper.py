@@ -8,11 +8,14 @@ from unittest.mock import Mock
 import pytest
 
 from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper import keeper as keepers
+from cpu_prefix_cache.keeper.answers import Granted
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
 
+FULL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=64)], max_model_len=64)
 ONE, OTHER = bytes(NAMESPACE_BYTES), b"1" * NAMESPACE_BYTES
 A, B = 1, 2
 
@@ -24,12 +27,12 @@ def keys_of(prompt):
 class Node:
     """A keeper with engines A and B, and the file of its records."""
 
-    def __init__(self, slots=8, engines=(A, B)):
+    def __init__(self, slots=8, engines=(A, B), planner=FULL):
         self.slots = slots
         self.file = memoryview(bytearray(records_bytes(slots)))
         records = Records(self.file)
         records.begin(slots, 64)
-        self.keeper = Keeper(slots, records)
+        self.keeper = Keeper(slots, records, planner)
         self.ids = iter(range(1_000_000))
         for engine in engines:
             self.keeper.join(engine, ONE)
@@ -43,18 +46,18 @@ class Node:
         found = self.finds(engine, prompt)
         id, granted = self.takes(engine, prompt)
         if granted.slots:
-            self.keeper.commit(engine, id, len(granted.slots))
+            self.keeper.commit(engine, id, len(granted.slots), False)
         self.keeper.check_valid()
         return found
 
     def finds(self, engine, prompt):
         id = next(self.ids)
-        slots = self.keeper.run(engine, id, keys_of(prompt))
+        leased = self.keeper.run(engine, id, keys_of(prompt))
         self.keeper.release(engine, id)
-        return len(slots)
+        return leased.depth
 
     def next_keeper(self, *absent):
-        self.keeper = Keeper(self.slots, Records(self.file))
+        self.keeper = Keeper(self.slots, Records(self.file), self.keeper.planner)
         self.keeper.absent.update(absent)
         self.found = self.keeper.recover()
         self.keeper.check_valid()
@@ -89,10 +92,10 @@ def test_one_of_two_engines_with_one_key_writes_and_the_other_tries_again():
     node = Node()
     id, granted = node.takes(A, "abc")
     assert (granted.first, len(granted.slots)) == (0, 3)
-    assert node.takes(B, "abc")[1] == (0, (), True)
-    node.keeper.commit(A, id, 3)
+    assert node.takes(B, "abc")[1] == Granted(0, (), try_again=True)
+    node.keeper.commit(A, id, 3, False)
     assert node.takes(B, "abcd")[1].first == 3
-    assert node.takes(B, "abc")[1] == (3, (), False)
+    assert node.takes(B, "abc")[1] == Granted(3, ())
 
 
 def test_slots_that_an_engine_was_writing_are_free_when_it_is_gone():
@@ -115,10 +118,10 @@ def test_nobody_overwrites_what_is_leased_and_the_lease_ends_with_the_engine():
 def test_a_take_that_was_written_in_part_is_found_in_part():
     node = Node()
     id, _ = node.takes(A, "abc")
-    node.keeper.commit(A, id, 1)
+    node.keeper.commit(A, id, 1, False)
     assert node.finds(B, "abc") == 1
     with pytest.raises(MisuseError, match="has not taken"):
-        node.keeper.commit(A, id, 1)
+        node.keeper.commit(A, id, 1, False)
 
 
 def left_of_a_quiet_engine(chunks=8):
@@ -169,7 +172,7 @@ def test_the_next_keeper_finds_a_parent_in_a_later_slot_than_its_child():
     node = Node(slots=4)
     early, _ = node.takes(A, "xy")  # slots 0 and 1
     node.stores(B, "ab")
-    node.keeper.commit(A, early, 0)
+    node.keeper.commit(A, early, 0, False)
     node.stores(B, "abcd")  # c and d are in slots 0 and 1
     node.next_keeper()
     node.keeper.join(B, ONE)
@@ -182,7 +185,7 @@ def test_the_next_keeper_hands_out_nothing_while_an_engine_may_still_write():
     node.next_keeper(A, B)
     node.keeper.join(A, ONE)
     assert node.finds(A, "abc") == 3
-    assert node.takes(A, "abcd")[1] == (3, (), True)
+    assert node.takes(A, "abcd")[1] == Granted(3, (), try_again=True)
     node.keeper.absent.discard(B)  # its lock is free
     assert len(node.takes(A, "abcd")[1].slots) == 1
 
@@ -227,18 +230,18 @@ def test_keys_of_several_prompts_get_no_slot_and_break_nothing(ask, prompt):
     for stored in ("xk", "y"):
         id = next(node.ids)
         node.keeper.take(A, id, list(map(key, stored)))
-        node.keeper.commit(A, id, len(stored))
+        node.keeper.commit(A, id, len(stored), False)
     with pytest.raises(MisuseError, match="prompt"):
         getattr(node.keeper, ask)(A, next(node.ids), list(map(key, prompt)))
     node.keeper.check_valid()
-    assert len(node.keeper.run(A, next(node.ids), list(map(key, "xk")))) == 2
+    assert node.keeper.run(A, next(node.ids), list(map(key, "xk"))).depth == 2
 
 
 def test_a_key_is_not_written_below_another_prompt_than_its_own():
     node = Node()
     id = next(node.ids)
     node.keeper.take(A, id, [key("x"), key("k")])
-    node.keeper.commit(A, id, 2)
+    node.keeper.commit(A, id, 2, False)
     with pytest.raises(MisuseError, match="another prompt"):
         node.keeper.take(B, next(node.ids), [key("u"), key("v"), key("k"), key("w"), key("z")])
 
@@ -248,7 +251,7 @@ def test_a_commit_that_fails_loses_no_slot(monkeypatch):
     id, _ = node.takes(A, "abc")
     monkeypatch.setattr(node.keeper._pool, "commit", Mock(side_effect=[MisuseError("a rule"), None]))
     with pytest.raises(MisuseError, match="a rule"):
-        node.keeper.commit(A, id, 3)
+        node.keeper.commit(A, id, 3, False)
     node.keeper.leave(A)
     node.keeper.check_valid()
     assert len(node.takes(B, "xyz")[1].slots) == 3

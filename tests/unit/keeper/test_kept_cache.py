@@ -63,12 +63,12 @@ class Engine:
         """A request asks, and the keeper has these slots."""
         request = Request(id, KEYS, 4 * GRID)
         assert isinstance(self.cache.lookup(request, 0, 0.0), Pending)
-        self.line.answer(Kind.RAN, *slots)
+        self.line.answer(Kind.RAN, len(slots), len(slots), *slots)
         assert self.cache.lookup(request, 0, 0.0) == Hit(len(slots) * GRID)
         return request
 
     def stores(self):
-        self.line.answer(Kind.TOOK, False, 0, 0, 1, 2, 3)
+        self.line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3)
         self.cache.passed(0.0)
         (plan,) = self.cache.step().transfers
         return plan.id
@@ -81,7 +81,7 @@ class Engine:
 def test_a_store_is_committed_when_the_rank_has_reported_it():
     engine = Engine()
     engine.computes()
-    assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4,)) and not engine.line.uses
+    assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4, False)) and not engine.line.uses
 
 
 def test_a_store_is_committed_when_the_last_rank_has_reported_it():
@@ -90,7 +90,7 @@ def test_a_store_is_committed_when_the_last_rank_has_reported_it():
     id = engine.stores()
     for _ in range(2):
         assert engine.reports(id, rank=1).kind is Kind.TAKE and engine.line.uses
-    assert engine.reports(id) == Message(Kind.COMMIT, 0, (4,)) and not engine.line.uses
+    assert engine.reports(id) == Message(Kind.COMMIT, 0, (4, False)) and not engine.line.uses
 
 
 def test_a_store_that_one_rank_could_not_write_is_not_committed():
@@ -98,7 +98,7 @@ def test_a_store_that_one_rank_could_not_write_is_not_committed():
     engine.computes()
     id = engine.stores()
     engine.cache.report(RankReport(1, failed=frozenset({id})))
-    assert engine.reports(id) == Message(Kind.COMMIT, 0, (0,))
+    assert engine.reports(id) == Message(Kind.COMMIT, 0, (0, False))
 
 
 def test_a_lease_ends_when_the_last_rank_has_loaded():
@@ -118,7 +118,7 @@ def test_slots_that_a_rank_has_not_prepared_are_no_hit(ready, hit):
         engine.cache.report(RankReport(rank, ready_blocks=slots))
     request = Request("r", KEYS, 4 * GRID)
     engine.cache.lookup(request, 0, 0.0)
-    engine.line.answer(Kind.RAN, 0, 1)
+    engine.line.answer(Kind.RAN, 2, 2, 0, 1)
     assert engine.cache.lookup(request, 0, 0.0) == (Hit(hit * GRID) if hit else Miss())
 
 
@@ -127,14 +127,14 @@ def test_a_store_of_blocks_that_are_wrong_is_not_committed():
     blocks = engine.computes()
     id = engine.stores()
     engine.cache.invalidated(blocks[2:3])
-    assert engine.reports(id) == Message(Kind.COMMIT, 0, (0,))
+    assert engine.reports(id) == Message(Kind.COMMIT, 0, (0, False))
 
 
 def test_blocks_that_are_wrong_are_not_taken_any_more():
     engine = Engine()
     engine.cache.invalidated(engine.computes()[2:3])
-    assert engine.line.sent[-1] == Message(Kind.COMMIT, 0, (0,))
-    engine.line.answer(Kind.TOOK, False, 0, 0, 1, 2, 3)
+    assert engine.line.sent[-1] == Message(Kind.COMMIT, 0, (0, False))
+    engine.line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3)
     engine.cache.passed(0.0)
     assert not engine.cache.step().transfers and not engine.cache.has_transfers
 
@@ -149,14 +149,14 @@ def test_chunks_that_were_computed_over_a_wrong_block_are_not_committed(is_plann
     engine.cache.computed("r", 4 * GRID)
     take = engine.line.sent[-1]
     assert take.kind is Kind.TAKE
-    engine.line.answer(Kind.TOOK, False, 2, 5, 6)
+    engine.line.answer(Kind.TOOK, False, 2, 2, 5, 6)
     if is_planned:
         engine.cache.passed(0.0)
         (plan,) = engine.cache.step().transfers
     engine.cache.invalidated({running.blocks[1]})
     if is_planned:
         engine.reports(plan.id)
-    assert engine.line.sent[-1] == Message(Kind.COMMIT, take.id, (0,))
+    assert engine.line.sent[-1] == Message(Kind.COMMIT, take.id, (0, False))
     engine.cache.passed(0.0)
     assert not engine.cache.step().transfers
 
@@ -165,7 +165,7 @@ def test_no_blocks_being_wrong_changes_nothing():
     engine = Engine()
     engine.computes()
     engine.cache.invalidated(())
-    assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4,))
+    assert engine.reports(engine.stores()) == Message(Kind.COMMIT, 0, (4, False))
 
 
 @pytest.mark.parametrize("boundary", [None, 0])
@@ -182,7 +182,7 @@ def test_a_lease_of_an_earlier_connection_is_no_hit():
     engine.line.connection = 2
     assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
     assert engine.line.kinds() == [Kind.RUN, Kind.RELEASE, Kind.RUN]
-    engine.line.answer(Kind.RAN, 2, 3)
+    engine.line.answer(Kind.RAN, 2, 2, 2, 3)
     assert engine.cache.lookup(request, 0, 0.0) == Hit(2 * GRID)
 
 
@@ -230,7 +230,7 @@ def test_counts_of_a_pool_go_on_with_the_keeper_that_comes_next():
 def test_chunks_for_which_the_pool_has_no_room_are_counted():
     engine = Engine()
     engine.computes()
-    engine.line.answer(Kind.TOOK, False, 1)
+    engine.line.answer(Kind.TOOK, False, 1, 0)
     engine.cache.passed(0.0)
     assert engine.cache.statistics().store_refusals == 3
 

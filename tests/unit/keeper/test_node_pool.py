@@ -18,19 +18,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Pending, Prefix, State, Window
+from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Pending, Prefix, Window
 from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PooledDevice, PrefixGroup
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.keeper.protocol import HEADER, VERSION, Kind, Message, ProtocolError, Received, encoded
-from cpu_prefix_cache.kv_layout import keys_and_values, states
+from cpu_prefix_cache.keeper.shape import spelled
+from cpu_prefix_cache.kv_layout import keys_and_values
 from cpu_prefix_cache.memory import shared_file
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.server import Server
+from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE, keys_of
 from tests.support.host_options import with_options
 from tests.support.small_engine import SmallEngine
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess, PoolEngine
+
+SHAPE = spelled(HybridChunkPlanner([PrefixGroup(name="full", block_tokens=GRID, block_bytes=24)], max_model_len=100))
+
+
+def hello(block_bytes=CHUNK_BYTES, number=0, shape=SHAPE, version=VERSION):
+    return encoded(Message(Kind.HELLO, 0, (block_bytes, number, *shape), (b"n" * 16,)), version)
+
+
+HELLO = hello()
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +123,7 @@ def test_a_request_with_the_id_of_one_that_went_away_gets_no_chunk_of_it(keeper)
         one.stores("abcd")
         one.stores("wxyz")
         assert isinstance(looks_up(other, "7", "abcd"), Pending)
-        wait_until(lambda: other.steps() or other.host.cache._questions._of["7"].slots is not None)
+        wait_until(lambda: other.steps() or other.host.cache._questions._of["7"].leased is not None)
         request = other.blocks.take(keys_of("wxyz"), 0, ())  # its client went away, and the next one has its number
         wait_until(lambda: other.steps() or not isinstance(looks_up(other, "7", "wxyz", request.blocks), Pending))
         wait_until(lambda: other.steps() or not other.host.is_busy)
@@ -228,7 +240,7 @@ def test_a_lease_is_loaded_without_a_keeper(keeper):
         def killing():
             """The keeper is killed between its answer and the load."""
             cache, other.steps = other.host.cache, steps
-            wait_until(lambda: cache.passed(time.monotonic()) or cache._questions._of["abc"].slots is not None)
+            wait_until(lambda: cache.passed(time.monotonic()) or cache._questions._of["abc"].leased is not None)
             keeper.kill()
             wait_until(lambda: not cache._messenger.is_up)
             steps()
@@ -278,10 +290,10 @@ def test_a_lease_of_an_earlier_keeper_is_not_loaded(keeper):
 def test_weights_that_change_while_a_keeper_comes_back_have_their_own_name(keeper):
     with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
         one.stores("abc")
-        messenger, hello = other.host.cache._messenger, other.host.cache._messenger._hello
+        messenger, greets = other.host.cache._messenger, other.host.cache._messenger._hello
 
         def changing(*arguments):
-            answer = hello(*arguments)
+            answer = greets(*arguments)
             messenger.rename("other weights")
             return answer
 
@@ -456,14 +468,13 @@ def test_a_pool_without_an_identity_is_refused(keeper):
         HostCache(**options(keeper, pool=NodePool(keeper.address, model="m")))
 
 
-def test_a_model_with_windows_or_states_is_refused(keeper):
+def test_a_model_without_full_attention_is_refused(keeper):
     kv = torch.zeros(2, 2, 4, GRID, 3, dtype=torch.int16)
     window = Window(keys_and_values(kv, block_dim=2), block_tokens=GRID, window_tokens=8)
-    state = State(states(torch.zeros(4, 8)), block_tokens=GRID)
-    full = options(keeper)["groups"][0]
-    for groups in ([window], [full, state]):
-        with pytest.raises(ConfigurationError, match=r"one group of full attention|find_checkpoint"):
-            HostCache(**options(keeper, groups=groups))
+    planner = HybridChunkPlanner([window.group], max_model_len=100)
+    device = PooledDevice(new_pool(planner, 4, on_device=True))
+    with pytest.raises(ConfigurationError, match="with some full attention"):
+        HostCache(**options(keeper, groups=[window], device=device))
 
 
 def test_a_model_with_blocks_of_another_size_is_refused(keeper):
@@ -535,11 +546,16 @@ def test_the_socket_is_for_its_user_alone(keeper):
         b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
         encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))),
         encoded(Message(Kind.WELCOME)),
-        encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,))) + encoded(Message(Kind.TAKE, 1, (), (b"k",))),
-        encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,))) + encoded(Message(Kind.COMMIT, 9, (3,))),
+        HELLO + encoded(Message(Kind.TAKE, 1, (0,), (b"k",))),
+        HELLO + encoded(Message(Kind.COMMIT, 9, (3, 0))),
         HEADER.pack(HEADER.size, VERSION, Kind.RUN, 0, 1, 0, 1),  # a key without bytes
         encoded(Message(Kind.HELLO)),
-        encoded(Message(Kind.HELLO, 0, (0, 0), (b"n" * 16,))),
+        hello(block_bytes=0),
+        hello(shape=SHAPE[:-1]),
+        hello(shape=()),
+        hello(shape=(0, *SHAPE[1:])),
+        hello(shape=(*SHAPE[:2], 9, *SHAPE[3:])),
+        hello(shape=(*SHAPE[:-1], 1 << 60)),
     ],
 )
 def test_a_keeper_survives_whatever_is_sent(keeper, sent):
@@ -580,9 +596,6 @@ def served(tmp_path):
         yield server, connected
 
 
-HELLO = encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,)))
-
-
 def test_where_no_region_can_be_made_the_engine_alone_hears_of_it(served, monkeypatch):
     server, connected = served
     monkeypatch.setattr(regions, "make", Mock(side_effect=OSError("no memory")))
@@ -596,7 +609,7 @@ def test_an_engine_of_another_release_is_refused_with_a_sentence_that_it_underst
     for version in (VERSION - 1, VERSION + 1):
         with socket.socket(socket.AF_UNIX) as other:
             other.connect(connected.getpeername())
-            other.sendall(encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 0), (b"n" * 16,)), version))
+            other.sendall(hello(version=version))
             server.step()
             server.step()
             answer = other.recv(1 << 16)
@@ -656,13 +669,13 @@ def test_a_number_without_the_files_of_the_region_is_refused(served):
     connected.recv(1 << 16)
     with socket.socket(socket.AF_UNIX) as thief:
         thief.connect(connected.getpeername())
-        thief.sendall(encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES, 1), (b"n" * 16,))))
+        thief.sendall(hello(number=1))
         server.step()
         server.step()
         assert b"another region" in thief.recv(1 << 16)
     connected.sendall(encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))))
     server.step()
-    assert connected.recv(1 << 16) == encoded(Message(Kind.RAN, 1))
+    assert connected.recv(1 << 16) == encoded(Message(Kind.RAN, 1, (0, 0)))
 
 
 def test_the_keeper_imports_neither_torch_nor_a_gpu(keeper):

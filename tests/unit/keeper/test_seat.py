@@ -10,8 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory.shared_file import receive
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.presence import OwnPresence, is_present
@@ -20,6 +22,7 @@ from tests.support.host_engine import CHUNK_BYTES, PATIENCE
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 SLOTS = 4
+SHAPE = spelled(HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=8)], max_model_len=4))
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def keeper(tmp_path):
 
 
 def seat_at(keeper):
-    return Seat.of(keeper.path, bytes(NAMESPACE_BYTES), CHUNK_BYTES, connect_seconds=PATIENCE)
+    return Seat.of(keeper.path, bytes(NAMESPACE_BYTES), CHUNK_BYTES, SHAPE, connect_seconds=PATIENCE)
 
 
 def open_files():

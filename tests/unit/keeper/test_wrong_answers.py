@@ -71,14 +71,14 @@ def one_answer(tmp_path, monkeypatch, answer):
         yield keeper, engine
 
 
-def ran(*slots, kind=Kind.RAN, later=0):
-    return lambda asked: Message(kind, asked.id + later, slots) if asked.kind is Kind.RUN else None
+def ran(*numbers, kind=Kind.RAN, later=0):
+    return lambda asked: Message(kind, asked.id + later, numbers) if asked.kind is Kind.RUN else None
 
 
 def took(*numbers):
     def answer(asked):
         if asked.kind is Kind.RUN:
-            return Message(Kind.RAN, asked.id)
+            return Message(Kind.RAN, asked.id, (0, 0))
         return Message(Kind.TOOK, asked.id, numbers) if asked.kind is Kind.TAKE else None
 
     return answer
@@ -87,18 +87,25 @@ def took(*numbers):
 @pytest.mark.parametrize(
     "answer",
     [
-        ran(100, 101, 102, 103),
-        ran(SLOTS),
-        ran(2**40),
-        ran(*range(20)),
-        ran(3, 3),
-        ran(0, later=1),
-        ran(0, 1, kind=Kind.TOOK),
+        ran(),
+        ran(4, 4, 100, 101, 102, 103),
+        ran(1, 1, SLOTS),
+        ran(1, 1, 2**40),
+        ran(20, 20, *range(20)),
+        ran(2, 2, 3, 3),
+        ran(1, 2, 3, 4),
+        ran(2, 2, 3),
+        ran(1, 1, 0, later=1),
+        ran(0, 0, 0, kind=Kind.TOOK),
         ran(kind=Kind.WELCOME),
         took(),
         took(1),
-        took(0, 0, 99),
-        took(0, 2, 3, 4, 5),
+        took(1, 0),
+        took(0, 0, 1, 99),
+        took(0, 0, 2, 3),
+        took(0, 0, 2**63, 3),
+        took(0, 2, 3, 3, 4, 5),
+        took(0, 0, 4, *range(4), 1, 5),
         lambda asked: HEADER.pack(HEADER.size, VERSION, Kind.RAN, 0, asked.id, 0, 1),
     ],
 )
@@ -107,7 +114,7 @@ def test_a_wrong_answer_ends_the_connection_and_the_engine_comes_back(tmp_path, 
         assert keeper.came_back.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("answer", [ran(), took(0, 0, *range(4)), took(1, 0), took(0, 4)])
+@pytest.mark.parametrize("answer", [ran(0, 0), took(0, 0, 4, *range(4)), took(1, 0, 0), took(0, 4, 0)])
 def test_a_right_answer_does_not(tmp_path, monkeypatch, answer):
     """The control of the test above."""
     with one_answer(tmp_path, monkeypatch, answer) as (keeper, engine):
