@@ -58,7 +58,7 @@ class Taken(TakenCheckpoints):
 class HybridEngine:
     """`options` are those of `layout_of`."""
 
-    def __init__(self, address, device_blocks=64, revision="1", weights=0, wrap_copier=None, **options):
+    def __init__(self, address, device_blocks=80, revision="1", weights=0, wrap_copier=None, **options):
         self.weights = weights
         self.tensors, groups = layout_of(device_blocks, **options)
         self.planner = HybridChunkPlanner([each.group for each in groups], max_model_len=1_000)

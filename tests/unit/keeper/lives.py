@@ -1,11 +1,12 @@
 """Engines as processes that serve prompts on one pool until they are to end, or are killed at any moment.
 
-Copies are slow, block by block, so that a kill often comes in the middle of one. All bytes of all requests are checked.
+Copies are slow, piece by piece, so that a kill often comes in the middle of one. All bytes of all requests are checked.
 """
 
 import random
 import time
 from itertools import chain
+from math import gcd
 
 from cpu_prefix_cache.testing import MeddlingCopier
 from tests.unit.keeper.pool_engine import PoolEngine
@@ -20,8 +21,11 @@ class SlowCopier(MeddlingCopier):
 
     def copy(self, direction, copies):
         for copy in copies:
-            for host, device in zip(copy.host_blocks, copy.device_blocks, strict=True):
-                event = super().copy(direction, [copy._replace(host_blocks=(host,), device_blocks=(device,))])
+            pieces = gcd(len(copy.host_blocks), len(copy.device_blocks))
+            host, device = (len(each) // pieces for each in (copy.host_blocks, copy.device_blocks))
+            for at in range(pieces):
+                blocks = copy.host_blocks[at * host :][:host], copy.device_blocks[at * device :][:device]
+                event = super().copy(direction, [copy._replace(host_blocks=blocks[0], device_blocks=blocks[1])])
                 time.sleep(COPY_SECONDS)
         return event
 
@@ -36,12 +40,16 @@ def distinct(prompt):
     return "".join(dict.fromkeys(prompt))
 
 
-def live(address, seed, is_over, counts):
+def full(address, **options):
+    return PoolEngine(address, **{"device_blocks": 24, **options})
+
+
+def live(engine_at, address, seed, is_over, counts):
     """Serve until `is_over`, which has no lock: a process that was killed would keep it. A wrong byte is an
     AssertionError, and so an exit code.
     """
     draw = random.Random(seed)
-    with PoolEngine(address, device_blocks=24, wrap_copier=SlowCopier) as engine:
+    with engine_at(address, wrap_copier=SlowCopier) as engine:
         while not is_over.value:
             counts[LOADED] += engine.serves(distinct(a_prompt(draw)))
             counts[SERVED] += 1

@@ -8,16 +8,33 @@ import multiprocessing
 import os
 import random
 import time
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.unit.keeper.lives import LOADED, SERVED, all_slots, live
-from tests.unit.keeper.pool_engine import ROOT, KeeperProcess, PoolEngine
+from tests.support.host_engine import CHUNK_BYTES
+from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
+from tests.unit.keeper.lives import LOADED, SERVED, all_slots, full, live
+from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 KILLS = int(os.environ.get("CRASH_KILLS", "20"))
 ENGINES = 3
-SLOTS = 20
 START_SECONDS = 60.0
+
+
+class Model(NamedTuple):
+    """Engines of one kind. A prompt of so many `chunks`, and what it takes to resume after it, fill all slots."""
+
+    engine: Any
+    chunks: int
+    slots: int
+    block_bytes: int
+
+
+MODELS = {
+    "full attention": Model(full, 20, 20, CHUNK_BYTES),
+    "a window and a state": Model(HybridEngine, 30, 30 * 3 + 4 + 1, BLOCK_BYTES),
+}
 
 # A server of forks, which has imported torch: an engine starts in milliseconds, and has no thread of ours.
 context = multiprocessing.get_context("forkserver")
@@ -33,14 +50,14 @@ def _path_of_the_server(monkeypatch):
 class Lives:
     """Engines that are started again when they are killed. `counts` are of all lives of each."""
 
-    def __init__(self, keeper, draw):
-        self.keeper, self.draw = keeper, draw
+    def __init__(self, model, keeper, draw):
+        self.model, self.keeper, self.draw = model, keeper, draw
         self.is_over = context.RawValue("b", 0)
         self.counts = [context.RawArray("q", 3) for _ in range(ENGINES)]
         self.processes = [self.begin(at) for at in range(ENGINES)]
 
     def begin(self, at):
-        arguments = self.keeper.address, self.draw.random(), self.is_over, self.counts[at]
+        arguments = self.model.engine, self.keeper.address, self.draw.random(), self.is_over, self.counts[at]
         process = context.Process(target=live, args=arguments, daemon=True)
         process.start()
         return process
@@ -102,11 +119,11 @@ def kill_keeper(lives, keeper, draw):
     return time.monotonic() - began
 
 
-def survives(folder, kills, seed):
+def survives(model, folder, kills, seed):
     draw, back, began = random.Random(seed), [], time.monotonic()
     of_keeper = 0
-    with KeeperProcess(folder, slots=SLOTS) as keeper:
-        lives = Lives(keeper, draw)
+    with KeeperProcess(folder, slots=model.slots, block_bytes=model.block_bytes) as keeper:
+        lives = Lives(model, keeper, draw)
         try:
             lives.all_serve()
             for _ in range(kills):
@@ -123,9 +140,9 @@ def survives(folder, kills, seed):
         finally:
             lives.stop()
         assert lives.loaded() > kills
-        with PoolEngine(keeper.address, device_blocks=SLOTS) as last:
-            last.stores(all_slots(SLOTS))
-            assert last.serves(all_slots(SLOTS)) == SLOTS, "a slot was lost"
+        with model.engine(keeper.address) as last:
+            last.stores(all_slots(model.chunks))
+            assert last.serves(all_slots(model.chunks)) == model.chunks, "a slot was lost"
     measured = sorted(each for each in back if each is not None) or [0.0]
     print(
         f"{kills} kills in {time.monotonic() - began:.0f} s, {of_keeper} of them of the keeper: {sum(lives.served())} "
@@ -135,5 +152,6 @@ def survives(folder, kills, seed):
 
 
 @pytest.mark.slow
-def test_engines_and_keepers_are_killed_at_any_moment(tmp_path):
-    survives(tmp_path, KILLS, seed=KILLS)
+@pytest.mark.parametrize("model", MODELS)
+def test_engines_and_keepers_are_killed_at_any_moment(tmp_path, model):
+    survives(MODELS[model], tmp_path, KILLS, seed=KILLS)
