@@ -26,7 +26,7 @@ def keys_of(prompt):
     return ChainHasher(GRID, "sha256").keys([ord(letter) for letter in prompt for _ in range(GRID)])
 
 
-def layout_of(device_blocks, window_tokens=WINDOW, has_state=True):
+def layout_of(device_blocks, window_tokens=WINDOW, has_state=True, kind=Window):
     """Tensors of each group, and how they lie."""
     latent = torch.full((device_blocks, GRID, 24), POISON, dtype=torch.int16)
     attention = torch.full((2, 2, device_blocks, GRID, 12), POISON, dtype=torch.int16)
@@ -35,7 +35,7 @@ def layout_of(device_blocks, window_tokens=WINDOW, has_state=True):
     groups = [
         Prefix(keys_and_values(attention, block_dim=2), block_tokens=GRID),
         Prefix(states(latent), block_tokens=GRID, name="latent"),
-        Window(keys_and_values(window, block_dim=2), block_tokens=WINDOW_BLOCK, window_tokens=window_tokens),
+        kind(keys_and_values(window, block_dim=2), block_tokens=WINDOW_BLOCK, window_tokens=window_tokens),
         State(states(state), block_tokens=GRID),
     ]
     return [attention, latent, window, state][: 3 + has_state], groups[: 3 + has_state]
@@ -100,14 +100,15 @@ class HybridEngine:
 
     def wrong(self, keys, depth, node=None):
         """Places that hold something else, of what resuming after so many chunks takes. The checkpoint is that node."""
-        chunks = self.pool.path(self.pool.find(keys[depth - 1]), depth) if node is None else self.nodes[:depth]
+        chunks = self.nodes[:depth]
         node = self.coordinator.resume_node(keys, depth) if node is None else node
+        pieces = self.pool.checkpoints.pieces(node) if self.planner.needs_checkpoint(depth) else []
         found = [
             ("chunk", at)
             for at, (key, chunk) in enumerate(zip(keys, chunks, strict=False))
             if not all(map(torch.equal, self.views(chunk), self.chunk(key)))
         ]
-        for at, blocks in zip(self.planner.checkpoint(depth), self.pool.checkpoints.pieces(node), strict=True):
+        for at, blocks in zip(self.planner.checkpoint(depth), pieces, strict=True):
             found += [at for block in blocks if not torch.equal(self.view(at.group, block), self.piece(keys, at))]
         return found
 
@@ -121,16 +122,20 @@ class HybridEngine:
         new = self.pool.allocate(len(keys) - start)
         self.poisons(self.pool.blocks_of(new))
         self.nodes = [*(self.pool.path(deepest, start) if start else []), *new]
-        if boundary > n0:
+        if boundary > n0 and self.taken.are_needed(boundary):
             self.staged = self.taken.make_room(keys, n0, boundary)
-            shared = dict(zip(self.planner.checkpoint(start), self.shared(keys, start), strict=True)) if start else {}
+            shared = self.shared(keys, start)
             places = self.planner.checkpoint(boundary // GRID)
             for at, blocks in zip(places, self.pool.checkpoints.pieces(self.staged), strict=True):
                 if blocks != shared.get(at):
                     self.poisons(blocks)
 
     def shared(self, keys, depth):
-        return self.pool.checkpoints.pieces(self.coordinator.resume_node(keys, depth))
+        """Blocks of the pieces of the checkpoint after so many chunks, if it takes one."""
+        if not self.taken.are_needed(depth * GRID):
+            return {}
+        pieces = self.pool.checkpoints.pieces(self.coordinator.resume_node(keys, depth))
+        return dict(zip(self.planner.checkpoint(depth), pieces, strict=True))
 
     def serves(self, prompt):
         """The whole life of a request that runs alone. How many chunks were loaded; all bytes were right."""

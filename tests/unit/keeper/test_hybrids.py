@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ChunkLocal, ConfigurationError
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.testing import CorruptingCopier
 from tests.support.host_engine import PATIENCE
@@ -35,9 +35,13 @@ def loaded_again(engine, prompt):
     return loaded
 
 
-@pytest.mark.parametrize("has_state", [False, True])
-def test_an_engine_resumes_from_what_another_one_has_stored(keeper, has_state):
-    engine = partial(HybridEngine, keeper.address, has_state=has_state)
+@pytest.mark.parametrize(
+    "groups",
+    [{"has_state": False}, {}, {"has_state": False, "kind": ChunkLocal, "window_tokens": 32}],
+    ids=["window", "window and state", "local chunks"],
+)
+def test_an_engine_resumes_from_what_another_one_has_stored(keeper, groups):
+    engine = partial(HybridEngine, keeper.address, **groups)
     with engine() as one, engine() as other:
         one.stores("abcdef")
         assert [other.stores(prompt) for prompt in ("abcdef", "xyz", "abcdefgh")] == [6, 0, 6]
