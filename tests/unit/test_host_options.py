@@ -64,7 +64,7 @@ def test_a_device_has_one_cache_at_a_time():
 @pytest.mark.parametrize(
     ("option", "value", "must"),
     [
-        *(("host_bytes", each, r"bytes \(48 GiB are 48 << 30\)") for each in (48e9, "48GiB", None, -1, True)),
+        *(("host_bytes", each, r"number of bytes \(48 GiB are 48 << 30\)") for each in (48e9, "48GiB", None, -1, True)),
         *(("max_model_len", each, "tokens, at least 1") for each in (0, -1, 8192.0, None)),
         *(("max_step_tokens", each, "tokens, at least 1") for each in (None, 0, 8192.0)),
         *(("load_seconds", each, "seconds above 0, or None") for each in (-1, 0, float("nan"), "30", True)),

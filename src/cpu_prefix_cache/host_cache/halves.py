@@ -19,7 +19,15 @@ from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_to
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.node_pool import joined
-from cpu_prefix_cache.host_cache.options import USUAL_HOST, HostOptions, check_options, check_pool_options
+from cpu_prefix_cache.host_cache.options import (
+    USUAL_HOST,
+    HostOptions,
+    check_device,
+    check_host_bytes,
+    check_option,
+    check_pool_options,
+    check_tokens_of,
+)
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
@@ -89,14 +97,12 @@ class Halves:
         from cpu_prefix_cache.kv_layout import check_layout
         from cpu_prefix_cache.memory.arena import HostArena
 
-        check_options(
-            device=device,
-            host_bytes=0 if pool is not None and host_bytes is None else host_bytes,
-            max_model_len=max_model_len,
-            max_step_tokens=max_step_tokens,
-            options=options,
-        )
-        if pool is not None:
+        check_device(device)
+        check_option("options", options, isinstance(options, HostOptions), "HostOptions(policy=..., offload=...)")
+        check_tokens_of(max_model_len=max_model_len, max_step_tokens=max_step_tokens)
+        if pool is None:
+            check_host_bytes(host_bytes)
+        else:
             check_pool_options(host_bytes, below, options)
         check_layout(groups, device.num_blocks)
         _check_only_one_behind(device)

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Self
 from cpu_prefix_cache.host_cache.arguments import check_keys
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
-from cpu_prefix_cache.host_cache.options import CopierWrapper, check_options
+from cpu_prefix_cache.host_cache.options import (
+    CopierWrapper,
+    check_copying,
+    check_host_bytes,
+    check_option,
+    check_tokens_of,
+)
 from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.keyed.given import Given, given
 from cpu_prefix_cache.keyed.key_planner import ANY_LENGTH, KeyPlanner
@@ -85,14 +91,11 @@ class KeyedHostCache:
         from cpu_prefix_cache.kv_layout import check_groups
         from cpu_prefix_cache.memory.arena import HostArena
 
-        check_options(
-            host_bytes=host_bytes,
-            chunk_tokens=chunk_tokens,
-            policy=policy,
-            threads=threads,
-            load_seconds=load_seconds,
-            wrap_copier=wrap_copier,
-        )
+        check_host_bytes(host_bytes)
+        if chunk_tokens is not None:
+            check_tokens_of(chunk_tokens=chunk_tokens)
+        check_option("policy", policy, isinstance(policy, str), "the name of a policy")
+        check_copying(threads, load_seconds, wrap_copier)
         check_groups(groups)
         planner = KeyPlanner([each.group for each in groups], chunk_tokens=chunk_tokens, in_pages=below is not None)
         num_blocks = host_bytes // planner.host_block_bytes

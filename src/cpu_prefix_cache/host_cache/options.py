@@ -1,8 +1,8 @@
 """HostOptions: choices for a HostCache, each checked, so that another value ends in a sentence that names it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.numbers import is_whole
@@ -17,24 +17,37 @@ if TYPE_CHECKING:
 CopierWrapper = Callable[["Copier", Sequence[Sequence["torch.Tensor"]]], "Copier"]
 
 
-class _Kind(NamedTuple):
-    words: str
-    has: Callable[[object], bool]
+def check_option(name: str, value: object, is_right: bool, words: str) -> None:
+    """Raise ConfigurationError unless an option is right, with the words for one that is."""
+    if not is_right:
+        raise ConfigurationError(f"{name} must be {words}, got {value!r}")
 
 
-def _whole(least: int, unit: str = "tokens") -> _Kind:
-    return _Kind(f"a whole number of {unit}, at least {least}", lambda value: is_whole(value, least))
+def check_copying(threads: object, load_seconds: object, wrap_copier: object) -> None:
+    check_option("threads", threads, threads is None or isinstance(threads, bool), "True, False, or None")
+    check_option("load_seconds", load_seconds, _are_seconds(load_seconds), "a number of seconds above 0, or None")
+    is_right = wrap_copier is None or callable(wrap_copier)
+    check_option("wrap_copier", wrap_copier, is_right, "a function of the copier and the tensors, or None")
 
 
-def _a(kind: type, words: str) -> _Kind:
-    return _Kind(words, lambda value: isinstance(value, kind))
+def check_host_bytes(host_bytes: object) -> None:
+    check_option("host_bytes", host_bytes, is_whole(host_bytes), "a whole number of bytes (48 GiB are 48 << 30)")
 
 
-def _or_none(kind: _Kind) -> _Kind:
-    return _Kind(f"{kind.words}, or None", lambda value: value is None or kind.has(value))
+def check_tokens_of(**options: object) -> None:
+    """Each of these options is a number of tokens."""
+    for name, value in options.items():
+        check_option(name, value, is_whole(value, 1), "a whole number of tokens, at least 1")
 
 
-def _is_positive(value: object) -> bool:
+def check_device(device: object) -> None:
+    is_right = isinstance(device, Device) and not isinstance(device, type)  # a class has the members of its instances
+    check_option("device", device, is_right, "an instance of QueueDevice, PooledDevice or another Device")
+
+
+def _are_seconds(value: object) -> bool:
+    if value is None:
+        return True
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0  # NaN is not
 
 
@@ -56,39 +69,8 @@ class HostOptions(CacheOptions):
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)
-        check_options(
-            threads=self.threads,
-            load_seconds=self.load_seconds,
-            strict=self.strict,
-            wrap_copier=self.wrap_copier,
-        )
-
-
-# A class has the members of its instances, and is none.
-_DEVICE = _Kind(
-    "an instance of QueueDevice, PooledDevice or another Device",
-    lambda value: isinstance(value, Device) and not isinstance(value, type),
-)
-_OPTIONS: Mapping[str, _Kind] = {
-    "device": _DEVICE,
-    "host_bytes": _whole(0, "bytes (48 GiB are 48 << 30)"),
-    "max_model_len": _whole(1),
-    "max_step_tokens": _whole(1),
-    "options": _a(HostOptions, "HostOptions(policy=..., offload=...)"),
-    "chunk_tokens": _or_none(_whole(1)),
-    "policy": _a(str, "the name of a policy"),
-    "threads": _or_none(_a(bool, "True, False")),
-    "load_seconds": _or_none(_Kind("a number of seconds above 0", _is_positive)),
-    "strict": _a(bool, "True or False"),
-    "wrap_copier": _or_none(_Kind("a function of the copier and the tensors", callable)),
-}
-
-
-def check_options(**given: object) -> None:
-    """Raise ConfigurationError for the first option that is not what it must be."""
-    for name, value in given.items():
-        if not _OPTIONS[name].has(value):
-            raise ConfigurationError(f"{name} must be {_OPTIONS[name].words}, got {value!r}")
+        check_option("strict", self.strict, isinstance(self.strict, bool), "True or False")
+        check_copying(self.threads, self.load_seconds, self.wrap_copier)
 
 
 USUAL_HOST = HostOptions()
@@ -97,7 +79,7 @@ _OF_KEEPER = ("offload", "policy", "store_after", "min_store_tokens", "checkpoin
 
 def check_pool_options(host_bytes: object, below: object, options: HostOptions) -> None:
     """Raise ConfigurationError for the first option that an engine does not choose in the pool of a node."""
-    usual = replace(USUAL_HOST, offload="eager")
+    usual = HostOptions(offload="eager")
     given = [("host_bytes", host_bytes, None), ("below", below, None)]
     given += [(name, getattr(options, name), getattr(usual, name)) for name in _OF_KEEPER]
     for name, value, must in given:
