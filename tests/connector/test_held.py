@@ -115,7 +115,7 @@ def test_a_state_begins_where_its_type_can_be_read():
     odd = PastPart(0, "conv", 0, (1, 3), torch.bfloat16), PastPart(0, "recurrent", 0, (1, 2), torch.float32)
     assert [(span.start, span.stop) for _, span in Kept(odd).spans(BLOCK)] == [(0, 6), (8, 16)]
     rows = torch.full((1, 16), POISON, dtype=torch.uint8)
-    for (part,), values in Kept(odd).views(rows, BLOCK):
+    for part, values in Kept(odd).views(rows, BLOCK):
         values.fill_(1 + part.index)
     assert rows.view(torch.bfloat16)[0, :3].tolist() == [1, 1, 1] and rows.view(torch.float32)[0, 2:].tolist() == [1, 1]
 

@@ -138,7 +138,7 @@ class _Probe:
         states = self._past.states
         for name in dict.fromkeys(part.name for part in states.parts):
             page = self._rows[states].clone()
-            for parts, span in states.spans(BLOCK_TOKENS):
-                if parts[0].name == name:
+            for part, span in states.spans(BLOCK_TOKENS):
+                if part.name == name:
                     page[:, span] = NAN
             yield {**self._rows, states: page}

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from connector.transformers.past import Kept, ModelPast, PastPart, states_of
+from connector.transformers.past import KEYS_AND_VALUES, Kept, ModelPast, set_state, tensors_of
 from cpu_prefix_cache import MisuseError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class Past(DynamicCache):
         super().__init__()
         self.hit_tokens = self.device_hit_tokens = 0
         self.kept, self._block_tokens, self._rows = past, block_tokens, 1
-        self._begun = 0  # columns when it was handed out
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
@@ -65,7 +64,7 @@ class Past(DynamicCache):
 
     def hand_out(self, inputs: dict[str, torch.Tensor], goes_on: Callable[[int], object]) -> None:
         """Nothing more is filled in. `goes_on` is called with how many tokens first come behind it."""
-        self.inputs, self._begun, self._goes_on = inputs, self.get_seq_length(), goes_on
+        self.inputs, self._goes_on = inputs, goes_on
 
     @staticmethod
     def joined(pasts: Sequence["Past"], pads: Sequence[int], room: int) -> "Past":
@@ -80,22 +79,25 @@ class Past(DynamicCache):
         first._pads, first._rows = list(pads), len(pasts)
         first.hit_tokens = sum(past.hit_tokens for past in pasts)
         first.device_hit_tokens = sum(past.device_hit_tokens for past in pasts)
-        for index, layer in enumerate(first.kept.layers if any(lengths) else ()):
-            rows = [past.layers[index] for past in pasts]
-            if layer.full or layer.local is not None:
-                held = _most(first.layers[index], columns)
-                first._begin(index, _aligned(rows, held, room * layer.full), columns)
-            if layer.states:
-                _join_states(rows, first.layers[index])
-        if first._count is not None:
-            first._count.tokens = columns
+        for index, (layer, kept) in enumerate(zip(first.layers, first.kept.layers, strict=False)):
+            rows, memory = [tensors_of(past.layers[index]) for past in pasts], list[torch.Tensor]()
+            for name, like in tensors_of(layer).items():
+                empty = like[:, :, :0] if name in KEYS_AND_VALUES else torch.zeros_like(like)  # as states begin
+                each = [row.get(name, empty) for row in rows]
+                if name in KEYS_AND_VALUES:
+                    memory.append(_aligned(each, _most(layer, columns), room * kept.full))
+                else:
+                    set_state(layer, name, torch.cat(each))
+            if memory:
+                first._begin(index, memory, columns)
+        first._set_count(columns)
         return first
 
     def activate_past_recording(self) -> None:
         """Before drafts are checked. If nothing has followed yet, begin without a past: transformers (5.19 to 5.24)
         computes the whole prompt then, behind the past that is there, and the answer would be wrong.
         """
-        if 0 < self._begun == self.get_seq_length():
+        if self._goes_on is not None and self.get_seq_length():
             logger.warning("the prompt is computed anew: transformers gives its drafts no past")
             self._empty()
         super().activate_past_recording()
@@ -110,32 +112,39 @@ class Past(DynamicCache):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
+    def begin_behind(self, tokens: int) -> None:
+        """So many tokens come behind, perhaps the first."""
+        if self._goes_on is not None:
+            goes_on, self._goes_on = self._goes_on, None
+            goes_on(tokens)
+
     def repeat(self, rows: int) -> None:
         """`generate` makes several answers of each row: what is here is the beginning of each."""
-        if rows <= self._rows:
+        times = rows // self._rows
+        if times <= 1:
             return
         for layer in self.layers:
             if isinstance(layer, DynamicLayer):
-                layer.batch_repeat_interleave(rows // self._rows)
-            if isinstance(layer, LinearAttentionLayer):
-                _join_states([layer], layer, rows // self._rows)
+                layer.batch_repeat_interleave(times)
+            for name, tensor in tensors_of(layer).items():
+                if name not in KEYS_AND_VALUES:
+                    set_state(layer, name, tensor.repeat_interleave(times, dim=0))
         self._rows = rows
 
-    def check(self, ids: torch.Tensor) -> None:
-        """Raise MisuseError if these tokens, [rows, tokens], which come behind, are not those of the prompts."""
-        if (prompts := self.inputs.get("input_ids")) is None:
-            return
-        begin = self.get_seq_length()
-        wanted = prompts[:, begin : begin + ids.shape[1]]
-        if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(len(ids) // len(wanted), 0)):
-            raise MisuseError(
-                f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
-            )
-
-    def count(self, tokens: int) -> None:
-        """So many tokens come behind, in a past of states alone."""
-        if self._count is not None:
-            self._count.tokens += tokens
+    def go_on(self, ids: torch.Tensor) -> None:
+        """These tokens, [rows, tokens], come behind. Raise MisuseError if they are not those of the prompts."""
+        rows, tokens = ids.shape
+        self.begin_behind(tokens)
+        if (prompts := self.inputs.get("input_ids")) is not None:
+            begin = self.get_seq_length()
+            wanted = prompts[:, begin : begin + tokens]
+            if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(rows // len(wanted), 0)):
+                raise MisuseError(
+                    f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
+                )
+        self.repeat(rows)
+        for each in self._counts:
+            each.tokens += tokens
 
     def length(self, prompt: int) -> int:
         """How many tokens of a prompt, or of it and its answers, are held."""
@@ -145,29 +154,27 @@ class Past(DynamicCache):
         """Begin at `length` with these rows of bytes: of attention the tokens before it, in whole blocks, and of full
         attention with room for more; or all states. MisuseError if the next token can see others.
         """
+        self._set_count(length)
+        if kept.is_state:
+            for part, state in kept.views(rows, self._block_tokens):
+                set_state(self.layers[part.layer], part.key, state[0])
+            return
         known, memories = len(rows) * self._block_tokens, dict[int, list[torch.Tensor]]()
-        if not kept.is_state and length - known > kept.first_needed(length, self._block_tokens):
+        if length - known > kept.first_needed(length, self._block_tokens):
             raise MisuseError(f"at {length} more tokens are needed than the last {known}")
-        for parts, values in kept.views(rows, self._block_tokens):
-            if kept.is_state:
-                for part, state in zip(parts, values[0], strict=True):
-                    layer = self.layers[part.layer]
-                    set_state = layer.update_conv_state if part.name == "conv" else layer.update_recurrent_state
-                    set_state(state, part.index)
-                continue
-            heads, width = parts[0].shape
-            held = _most(self.layers[parts[0].layer], length)
-            places = []
-            for part in parts:  # each in memory of its own, which is free once transformers has replaced the layer's
-                memory = values.new_empty(1, heads, held + room * (kept.local is None), width)
+        places, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for part, values in kept.views(rows, self._block_tokens):
+            # each in memory of its own, which is free once transformers has replaced the layer's
+            held = _most(self.layers[part.layer], length)
+            memory = values.new_empty(1, values.shape[1], held + room * (kept.local is None), values.shape[3])
+            if held > known:
                 memory[..., : held - known, :] = 0  # out of sight
-                places.append(_in_blocks(memory[0, :, held - known : held], self._block_tokens))
-                memories.setdefault(part.layer, []).append(memory)
-            torch._foreach_copy_(places, list(values.unbind(1)))
+            places.append(_in_blocks(memory[0, :, held - known : held], self._block_tokens))
+            sources.append(values)
+            memories.setdefault(part.layer, []).append(memory)
+        torch._foreach_copy_(places, sources)
         for index, both in memories.items():
             self._begin(index, both, length)
-        if self._count is not None:
-            self._count.tokens = length
 
     def taken(self, kept: Kept, first: int, end: int) -> torch.Tensor:
         """Rows of bytes: the tokens [first, end) in whole blocks, or all states as they are now."""
@@ -179,29 +186,22 @@ class Past(DynamicCache):
     def take(self, kept: Kept, rows: torch.Tensor, first: int, prompt: int = 0) -> None:
         """Fill these rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
         end = first + len(rows) * self._block_tokens
-        for parts, values in kept.views(rows, self._block_tokens):
-            for part, place in zip(parts, values.unbind(1), strict=True):
-                held = self._state(part) if kept.is_state else self._tokens(part, first, end, prompt)
-                if (held.dtype, held.shape) != (place.dtype, place.shape):
-                    raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
-                place.copy_(held)
+        for part, place in kept.views(rows, self._block_tokens):
+            held = tensors_of(self.layers[part.layer]).get(part.key, torch.empty(0))
+            held = held[None, :1] if kept.is_state else self._cut(part.layer, held, first, end, prompt)
+            if (held.dtype, held.shape) != (place.dtype, place.shape):
+                raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
+            place.copy_(held)
 
-    def _tokens(self, part: PastPart, first: int, end: int, prompt: int) -> torch.Tensor:
-        """The tokens [first, end) of a prompt, as [blocks, heads, block_tokens, width]."""
-        layer = self.layers[part.layer]
-        held = layer.values if part.name == "values" else layer.keys
-        if held is None:
+    def _cut(self, index: int, held: torch.Tensor, first: int, end: int, prompt: int) -> torch.Tensor:
+        """The tokens [first, end) of a prompt in K or V of a layer, as [blocks, heads, block_tokens, width]."""
+        if held.dim() == 1:
             raise MisuseError("asked for the keys and values of a layer that nothing was computed of")
-        begin = layer.get_seq_length() - held.shape[-2]
+        begin = self.layers[index].get_seq_length() - held.shape[-2]
         if self._pads[prompt] + first < begin or self.length(prompt) < end:
             raise MisuseError(f"asked for the tokens [{first}, {end}), but [{begin}, {self.length(prompt)}) are held")
         row, at = prompt * (self._rows // len(self._pads)), self._pads[prompt] + first - begin
         return _in_blocks(held[row, :, at : at + end - first], self._block_tokens)
-
-    def _state(self, part: PastPart) -> torch.Tensor:
-        """A state of the first row."""
-        found = {(name, index): state for name, index, state in states_of(self.layers[part.layer])}
-        return found.get((part.name, part.index), torch.empty(0))[None, :1]
 
     def _begin(self, index: int, memory: list[torch.Tensor], length: int) -> None:
         """An attention layer begins at `length` with K and V in `memory`, and appends the next there if it has room."""
@@ -210,7 +210,8 @@ class Past(DynamicCache):
             layer.lazy_initialization(*memory)
         if layer.is_sliding:
             layer.cumulative_length = length
-        layer.keys, layer.values = (each[:, :, : _most(layer, length)] for each in memory)
+        held = _most(layer, length)
+        layer.keys, layer.values = (each.narrow(-2, 0, held) for each in memory)
         self._memory[index] = layer.keys, memory
 
     def _append(self, index: int, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -221,26 +222,20 @@ class Past(DynamicCache):
         layer = self.layers[index]
         if held is None or layer.keys is not held:
             return None
-        begin, end = held.shape[-2], held.shape[-2] + new[0].shape[-2]
-        if end > memory[0].shape[-2]:
+        begin, tokens = held.shape[-2], new[0].shape[-2]
+        if begin + tokens > memory[0].shape[-2]:
             return None
         for states, each in zip(memory, new, strict=True):
-            states[:, :, begin:end] = each
-        self._begin(index, memory, end)
+            states.narrow(-2, begin, tokens).copy_(each)
+        self._begin(index, memory, begin + tokens)
         return layer.keys, layer.values
-
-    def begin_behind(self, tokens: int) -> None:
-        """So many tokens come behind, perhaps the first."""
-        if self._goes_on is not None:
-            goes_on, self._goes_on = self._goes_on, None
-            goes_on(tokens)
 
     def _empty(self) -> None:
         """Begin without tokens. transformers keeps of a window what the next token sees. So the first block of a
         checkpoint would be some tokens short, and wrong for another checkpoint that shares it. Masks go by the model's
         window, not by this.
         """
-        self._count = None if self.kept.has_attention else TokenCount()
+        self._counts = [] if self.kept.has_attention else [TokenCount()]
         self.layer_class_to_replicate = None  # the model has no other layers
         self.layers: list[Any] = [
             layer.make(sliding_window=layer.local.window_tokens + self._block_tokens - 1)
@@ -248,7 +243,11 @@ class Past(DynamicCache):
             else layer.make()
             for layer in self.kept.layers
         ]
-        self.layers += [] if self._count is None else [self._count]
+        self.layers += self._counts
+
+    def _set_count(self, tokens: int) -> None:
+        for each in self._counts:
+            each.tokens = tokens
 
 
 def before_forward(
@@ -258,10 +257,7 @@ def before_forward(
     past = next((value for value in options.values() if isinstance(value, Past)), None)
     ids = arguments[0] if arguments else options.get("input_ids")
     if past is not None and past.kept is kept and ids is not None:
-        past.begin_behind(ids.shape[1])
-        past.check(ids)
-        past.repeat(len(ids))
-        past.count(ids.shape[1])
+        past.go_on(ids)
 
 
 def _most(layer: object, length: int) -> int:
@@ -270,31 +266,14 @@ def _most(layer: object, length: int) -> int:
 
 
 def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """A view of [..., tokens, width] as blocks have it: [blocks, ..., block_tokens, width]."""
-    return states.unflatten(-2, (states.shape[-2] // block_tokens, block_tokens)).movedim(-3, 0)
+    """A view of [heads, tokens, width] as blocks have it: [blocks, heads, block_tokens, width]."""
+    heads, tokens, width = states.shape
+    by_head, by_token, by_number = states.stride()
+    size = tokens // block_tokens, heads, block_tokens, width
+    return states.as_strided(size, (block_tokens * by_token, by_head, by_token, by_number))
 
 
-def _aligned(rows: Sequence[Any], columns: int, room: int = 0) -> list[torch.Tensor]:
-    """K and V of layers of one row each, which may have no token: joined, with their ends in column `columns`, behind
-    zeros, and room behind it.
-    """
-    joined: list[torch.Tensor] = []
-    for held in zip(*((row.keys, row.values) for row in rows), strict=True):
-        _, heads, _, width = (like := next(each for each in held if each is not None)).shape
-        joined.append(like.new_zeros(len(rows), heads, columns + room, width))
-        for out, each in zip(joined[-1], held, strict=True):
-            if each is not None:
-                latest = each[0, :, -columns:]
-                out[:, columns - latest.shape[1] : columns] = latest
-    return joined
-
-
-def _join_states(rows: Sequence[Any], layer: LinearAttentionLayer, times: int = 1) -> None:
-    """Begin `layer`, one of them, with the states of all rows; with zeros, as states begin, for one without tokens.
-    Each of them so many times.
-    """
-    found = [{(name, index): state for name, index, state in states_of(row)} for row in rows]
-    for name, index, state in list(states_of(layer)):
-        kept = layer.conv_states if name == "conv" else layer.recurrent_states
-        joined = torch.cat([row.get((name, index), torch.zeros_like(state)) for row in found])
-        kept[index] = joined.repeat_interleave(times, dim=0)
+def _aligned(rows: Sequence[torch.Tensor], columns: int, room: int) -> torch.Tensor:
+    """K or V of rows of their own, which end in column `columns`, behind zeros, and with room behind it."""
+    latest = [row[:, :, -columns:] for row in rows]
+    return torch.cat([torch.nn.functional.pad(row, (0, 0, columns - row.shape[-2], room)) for row in latest])

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from connector.transformers.past import Kept, ModelPast
+from connector.transformers.past import KEYS, Kept, ModelPast
 from cpu_prefix_cache import KVGroup
 from cpu_prefix_cache.copying import Role, blocks_first, check_fits
 from cpu_prefix_cache.deciding import Group, PrefixGroup, StateGroup
@@ -36,9 +36,8 @@ class PagedKV:
     def layout(self, groups: Sequence[Group]) -> list[KVGroup]:
         """Every group with its parts: of full attention K and V of each layer; of the others rows of plain bytes."""
         full = [
-            blocks_first(part.layer, Role.KEY if part.name == "keys" else Role.VALUE, blocks[:, at])
-            for parts, blocks in self._past.full.views(self.region, self._block_tokens)
-            for at, part in enumerate(parts)
+            blocks_first(part.layer, Role.KEY if part.key == KEYS else Role.VALUE, blocks)
+            for part, blocks in self._past.full.views(self.region, self._block_tokens)
         ]
         rows = [blocks_first(0, Role.STATE, self.region)]
         return [KVGroup(group, full if group.is_prefix else rows) for group in groups]

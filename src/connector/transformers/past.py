@@ -11,7 +11,6 @@ then V, then its states, convolution before recurrent.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 
 import torch
@@ -22,6 +21,8 @@ from connector.transformers.forward import ForwardPass, refusing
 from connector.transformers.layers import LayerPast, Local, classify
 from cpu_prefix_cache import ConfigurationError
 
+KEYS, VALUES = KEYS_AND_VALUES = ("keys", 0), ("values", 0)
+CONV, RECURRENT = "conv", "recurrent"
 PROBE_TOKENS = 2  # more than one, because a decode step may keep other dtypes than a prefill
 
 
@@ -39,8 +40,13 @@ class PastPart:
     dtype: torch.dtype
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Key of the tensor among those of its layer."""
+        return self.name, self.index
+
+    @property
     def is_state(self) -> bool:
-        return self.name in ("conv", "recurrent")
+        return self.name in (CONV, RECURRENT)
 
     @property
     def num_bytes(self) -> int:
@@ -56,29 +62,26 @@ class Kept:
 
     @property
     def is_state(self) -> bool:
-        return any(part.is_state for part in self.parts)
+        return any(part.is_state for part in self.parts[:1])
 
     def row_bytes(self, tokens: int) -> int:
         """The bytes of a block of so many tokens, or of all states."""
         return max((span.stop for _, span in self.spans(tokens)), default=0)
 
-    def spans(self, tokens: int) -> Iterator[tuple[Sequence[PastPart], slice]]:
-        """Neighbours that are alike, and their bytes in a row. A state begins where its type can be read."""
+    def spans(self, tokens: int) -> Iterator[tuple[PastPart, slice]]:
+        """Each part, and its bytes in a row. One begins where its type can be read."""
         end = 0
-        for (*_, dtype), alike in groupby(
-            self.parts, lambda part: (part.is_state and part.name, part.shape, part.dtype)
-        ):
-            parts = list(alike)
-            begin = -(-end // dtype.itemsize) * dtype.itemsize
-            end = begin + sum(part.num_bytes for part in parts) * (1 if self.is_state else tokens)
-            yield parts, slice(begin, end)
+        for part in self.parts:
+            begin = -(-end // part.dtype.itemsize) * part.dtype.itemsize
+            end = begin + part.num_bytes * (1 if part.is_state else tokens)
+            yield part, slice(begin, end)
 
-    def views(self, rows: torch.Tensor, tokens: int) -> Iterator[tuple[Sequence[PastPart], torch.Tensor]]:
-        """The same in rows of bytes: [rows, parts, heads, tokens, width], or [rows, parts, *shape] of states."""
-        for parts, span in self.spans(tokens):
-            heads, *width = shape = parts[0].shape
-            each = shape if self.is_state else (heads, tokens, *width)
-            yield parts, rows[:, span].view(parts[0].dtype).unflatten(1, (len(parts), *each))
+    def views(self, rows: torch.Tensor, tokens: int) -> Iterator[tuple[PastPart, torch.Tensor]]:
+        """The same in rows of bytes: [rows, heads, tokens, width], or [rows, *shape] of a state."""
+        for part, span in self.spans(tokens):
+            heads, *width = part.shape
+            shape = part.shape if part.is_state else (heads, tokens, *width)
+            yield part, rows[:, span].view(part.dtype).view(len(rows), *shape)
 
     def first_needed(self, length: int, block_tokens: int) -> int:
         """The first token of the blocks that hold all that the token at `length`, or a later one, can see."""
@@ -122,23 +125,34 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart
         )
     parts: list[PastPart] = []
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
-        if past.full or past.local:
-            if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
-                raise ConfigurationError(
-                    f"{type(model).__name__} keeps the past of its layer {index} outside transformers' Cache, or keeps "
-                    "none: there is nothing to cache"
-                )
-            for name, each in (("keys", layer.keys), ("values", layer.values)):
-                parts.append(PastPart(index, name, 0, (each.shape[1], each.shape[3]), each.dtype))
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            parts += [PastPart(index, name, at, tuple(each.shape), each.dtype) for name, at, each in states_of(layer)]
+        held = tensors_of(layer)
+        if (past.full or past.local) and held.keys().isdisjoint(KEYS_AND_VALUES):
+            raise ConfigurationError(
+                f"{type(model).__name__} keeps the past of its layer {index} outside transformers' Cache, or keeps "
+                "none: there is nothing to cache"
+            )
+        for key, each in held.items():
+            shape = (each.shape[1], each.shape[3]) if key in KEYS_AND_VALUES else tuple(each.shape)
+            parts.append(PastPart(index, *key, shape, each.dtype))
     return parts
 
 
-def states_of(layer: LinearAttentionCacheLayerMixin) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The states of a layer, each as its name, the index of its pair, and the tensor."""
-    for index in range(layer.number_of_states):
-        for name, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
-            state = states[index]
-            if state is not None:
-                yield name, index, state
+def tensors_of(layer: object) -> dict[tuple[str, int], torch.Tensor]:
+    """All that a layer holds, by name and by the index of its pair of states."""
+    held: dict[tuple[str, int], torch.Tensor | None] = {}
+    if isinstance(layer, CacheLayerMixin):
+        held = {KEYS: layer.keys, VALUES: layer.values}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for index in range(layer.number_of_states):
+            held[CONV, index], held[RECURRENT, index] = layer.conv_states[index], layer.recurrent_states[index]
+    return {key: tensor for key, tensor in held.items() if tensor is not None}
+
+
+def set_state(layer: LinearAttentionCacheLayerMixin, key: tuple[str, int], state: torch.Tensor) -> None:
+    """Begin a layer with a state: of its rows, or of others."""
+    name, index = key
+    states = layer.conv_states if name == CONV else layer.recurrent_states
+    if states[index] is None:
+        (layer.update_conv_state if name == CONV else layer.update_recurrent_state)(state, index)
+    else:
+        states[index] = state
