@@ -204,3 +204,17 @@ def test_every_panel_has_a_description():
     panels = [panel for panel in json.loads(BOARD.read_text())["panels"] if panel["type"] != "row"]
     assert [panel["title"] for panel in panels if not panel["description"]] == []
     assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def added_up(query):
+    """Whether numbers of a pool are added over all engines, each of which shows a whole pool that it has with others.
+    A share is right, whatever its parts are multiplied by.
+    """
+    pool = "evicted_chunks_total|(capacity|ready|resident|pinned)_blocks"
+    return " / " not in query and re.search(rf"sum\((rate\()?vllm:cpu_prefix_cache_({pool})", query) is not None
+
+
+def test_no_panel_counts_a_keepers_pool_once_for_each_engine():
+    asked = [query for query in queries(json.loads(BOARD.read_text())) if "_blocks" in query or "evicted" in query]
+    assert len(asked) == 6 and not any(map(added_up, asked))
+    assert sum(added_up(query.replace("sum by (instance, engine) (", "sum(")) for query in asked) == 5
