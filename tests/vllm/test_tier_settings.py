@@ -14,6 +14,7 @@ from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -521,6 +522,16 @@ def test_an_order_names_the_forms_of_some_devices(monkeypatch):
     monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
     orders.append(rows_of())
     assert orders[0] != orders[1] == orders[2] != orders[3] != orders[0]
+
+
+def test_an_order_names_the_architecture_of_a_gpu_and_not_its_model(monkeypatch):
+    """An H100 and an H200 have one capability, and run the same kernels."""
+    orders = [rows_of()]
+    for major, minor in ((9, 0), (10, 0), (9, 0)):
+        capability = DeviceCapability(major, minor)
+        monkeypatch.setattr(CpuPlatform, "get_device_capability", classmethod(lambda cls, which=capability: which))
+        orders.append(rows_of())
+    assert orders[0] != orders[1] != orders[2] != orders[0] and orders[1] == orders[3]
 
 
 # Ranks

@@ -35,7 +35,7 @@ class RepeatingTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         slots = below.slots(planner.host_block_bytes, region.shape[0])
-        own = {"row order": "; ".join(bound.spelled), "device": _name_of(bound.device)}
+        own = {"row order": "; ".join(bound.spelled), "device": architecture_of(bound.device)}
         namespace, part = RankNamespace.of(below.namespace, own), RankPart(slots, rank, rank, below.owners)
         self._tier = below.tier.opening(namespace, region, planner.pieces, part)
         self._clock = clock
@@ -67,5 +67,8 @@ def rank_here(config: Any) -> int:
     return int(get_tp_group().rank_in_group)
 
 
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def architecture_of(device: torch.device) -> str:
+    """The architecture, by which ATOM's kernels write KV, and not the model, on which rounding alone depends."""
+    if device.type != "cuda":
+        return device.type
+    return "capability {}.{}".format(*torch.cuda.get_device_capability(device))

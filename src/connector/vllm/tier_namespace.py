@@ -163,8 +163,12 @@ def _lines(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Ma
 
 
 def forms() -> Iterator[str]:
-    """Forms in which vLLM writes KV on this platform, and which neither its type nor its shape shows."""
+    """Forms in which vLLM writes KV on this platform, and which neither its type nor its shape shows: kernels may write
+    scales and what is packed by the architecture. On the model of a GPU rounding alone depends.
+    """
     platform = platforms.current_platform
+    if (capability := platform.get_device_capability()) is not None:
+        yield f"capability {capability.major}.{capability.minor}"
     if platform.is_fp8_fnuz():  # half of what the same byte is on other devices
         yield "e4m3fnuz"
     if platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from connector.atom import geometry
+from connector.atom.rank_tier import architecture_of
 from connector.atom.tensors import bind
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.copier.choose import choose_copier
@@ -318,3 +319,12 @@ def test_their_codec_takes_states_for_blocks_if_the_bytes_divide(their_codec):
     their_codec(model.kv_caches, model.num_blocks)
     with pytest.raises(ConfigurationError, match="recurrent state"):
         bound(model)
+
+
+def test_bytes_are_those_of_an_architecture_and_not_of_a_model(monkeypatch):
+    """An MI300X and an MI325X run the same kernels, and find what the other has written."""
+    named = [architecture_of(torch.device("cpu"))]
+    for capability in ((9, 4), (9, 5), (9, 4)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, said=capability: said)
+        named.append(architecture_of(torch.device("cuda")))
+    assert named[1] == named[3] and len(set(named)) == 3
