@@ -1,6 +1,6 @@
 """Copiers with faults, around the one of an engine: late, failing, or damaging what they load.
 
-Each class is what `HostCache(wrap_copier=...)` takes; an engine of several processes puts one around the copier that
+Each class is what `HostOptions(wrap_copier=...)` takes; an engine of several processes puts one around the copier that
 `choose_copier` chose. A comparison that passes while a CorruptingCopier is in place compares nothing.
 
     MeddlingCopier      their base: `copy` decides the result of a transfer
