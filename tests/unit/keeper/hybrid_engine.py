@@ -10,7 +10,18 @@ import time
 
 import torch
 
-from cpu_prefix_cache import ChainHasher, Hit, HostCache, NodePool, Pending, Prefix, State, Window, keys_and_values
+from cpu_prefix_cache import (
+    ChainHasher,
+    Hit,
+    HostCache,
+    HostOptions,
+    NodePool,
+    Pending,
+    Prefix,
+    State,
+    Window,
+    keys_and_values,
+)
 from cpu_prefix_cache.deciding import HybridChunkPlanner, KVCacheCoordinator, PooledDevice
 from cpu_prefix_cache.kv_layout import states
 from cpu_prefix_cache.pool.coordinator import new_pool
@@ -70,8 +81,7 @@ class HybridEngine:
             groups,
             pool=NodePool(address, model="hybrid", revision=revision),
             max_model_len=1_000,
-            offload="eager",
-            wrap_copier=wrap_copier,
+            options=HostOptions(offload="eager", wrap_copier=wrap_copier),
         )
         self.nodes = []  # of the request that runs
         self.staged = None  # the checkpoint that its load fills
