@@ -31,6 +31,12 @@ def keeper(tmp_path):
         yield process
 
 
+@pytest.fixture
+def address(tmp_path):
+    """A name of a meeting that no other test has: an offer that has ended may keep its own for a moment."""
+    return f"cpc-test-{os.getpid()}-{tmp_path.name}"
+
+
 def seat_at(keeper):
     return Seat.of(keeper.path, bytes(NAMESPACE_BYTES), CHUNK_BYTES, SHAPE, connect_seconds=PATIENCE)
 
@@ -75,10 +81,10 @@ def test_an_engine_whose_lock_cannot_be_taken_leaves_nothing_open(keeper):
         assert open_files() == files
 
 
-def test_a_seat_leaves_nothing_open(keeper):
+def test_a_seat_leaves_nothing_open(keeper, address):
     files = open_files()
     seat = seat_at(keeper)
-    seat.give("cpc-test-nobody-comes", b"")
+    seat.give(address, b"")
     seat.close()
     assert open_files() <= files + 1  # which the thread that waited is closing
 
@@ -92,8 +98,7 @@ sys.stdin.read()
 """
 
 
-def test_an_engine_of_two_processes_is_there_until_both_are_gone(keeper, tmp_path):
-    address = f"cpc-test-{os.getpid()}"
+def test_an_engine_of_two_processes_is_there_until_both_are_gone(keeper, tmp_path, address):
     watch = seat_at(keeper)
     with closing(watch):
         worker = seat_at(keeper)
@@ -116,18 +121,16 @@ def test_an_engine_of_two_processes_is_there_until_both_are_gone(keeper, tmp_pat
         assert not is_present(records, number)
 
 
-def test_a_worker_that_lives_keeps_the_lock_of_its_engine(keeper):
+def test_a_worker_that_lives_keeps_the_lock_of_its_engine(keeper, address):
     """Its device may still write."""
-    address = f"cpc-test-{os.getpid()}"
     with closing(seat_at(keeper)) as watch, closing(seat_at(keeper)) as worker:
         worker.give(address, b"")
         Seat.taken(address)[0].close()
         assert is_present(watch.files[1], worker.number)
 
 
-def test_the_last_process_that_takes_a_seat_has_its_line(keeper):
+def test_the_last_process_that_takes_a_seat_has_its_line(keeper, address):
     """Ranks come first, and have the files and the lock; the engine is there until the last of all has ended."""
-    address = f"cpc-test-{os.getpid()}"
     with closing(seat_at(keeper)) as watch, closing(seat_at(keeper)) as first:
         first.give(address, b"", takers=3)
         ranks = [Seat.taken(address, decides=False)[0] for _ in range(2)]
@@ -142,15 +145,14 @@ def test_the_last_process_that_takes_a_seat_has_its_line(keeper):
         assert not is_present(watch.files[1], first.number)
 
 
-def test_a_seat_is_offered_until_it_is_closed(keeper):
+def test_a_seat_is_offered_until_it_is_closed(keeper, address):
     """The scheduler comes when the worker's graphs are captured, after minutes or hours."""
     with closing(seat_at(keeper)) as worker:
-        worker.give(f"cpc-test-{os.getpid()}", b"")
+        worker.give(address, b"")
         assert worker._offer.gettimeout() is None
 
 
-def test_a_process_that_connects_and_goes_takes_no_seat(keeper):
-    address = f"cpc-test-{os.getpid()}"
+def test_a_process_that_connects_and_goes_takes_no_seat(keeper, address):
     with closing(seat_at(keeper)) as worker:
         worker.give(address, b"note")
         for reads in False, True:
@@ -163,9 +165,8 @@ def test_a_process_that_connects_and_goes_takes_no_seat(keeper):
             assert note == b"note"
 
 
-def test_a_worker_that_is_stopped_is_not_waited_for_without_end(monkeypatch):
+def test_a_worker_that_is_stopped_is_not_waited_for_without_end(monkeypatch, address):
     monkeypatch.setattr("cpu_prefix_cache.node.seat.TAKE_SECONDS", 0.01)
-    address = f"cpc-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(f"\0{address}")
         stopped.listen()
@@ -173,9 +174,8 @@ def test_a_worker_that_is_stopped_is_not_waited_for_without_end(monkeypatch):
             Seat.taken(address)
 
 
-def test_no_program_that_an_engine_starts_keeps_its_seat(keeper):
+def test_no_program_that_an_engine_starts_keeps_its_seat(keeper, address):
     """It would keep the lock, and the engine would count as there until that program ends."""
-    address = f"cpc-test-{os.getpid()}"
     with closing(seat_at(keeper)) as worker:
         worker.give(address, b"")
         with closing(Seat.taken(address)[0]) as taken:
@@ -197,16 +197,16 @@ def test_files_come_without_being_inheritable():
         os.close(ours)
 
 
-def test_two_engines_of_one_name_are_refused(keeper):
+def test_two_engines_of_one_name_are_refused(keeper, address):
     with closing(seat_at(keeper)) as one, closing(seat_at(keeper)) as other:
-        one.give("cpc-test-twice", b"")
+        one.give(address, b"")
         with pytest.raises(ConfigurationError, match="start this engine again"):
-            other.give("cpc-test-twice", b"")
+            other.give(address, b"")
 
 
-def test_without_a_worker_there_is_no_seat():
+def test_without_a_worker_there_is_no_seat(address):
     with pytest.raises(ConfigurationError, match="from its worker"):
-        Seat.taken("cpc-test-nobody-is-here")
+        Seat.taken(address)
 
 
 def test_a_lock_that_another_engine_has_is_refused():
