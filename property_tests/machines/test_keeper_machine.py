@@ -84,6 +84,7 @@ class Write(NamedTuple):
     granted.
     """
 
+    prompt: str
     chunks: list
     checkpoint: tuple | None
     pieces: dict
@@ -199,6 +200,12 @@ class KeeperMachine(RuleBasedStateMachine):
         if slots:
             self.leases[engine, id] = list(slots)
 
+    def looks_at(self, engine, prompt):
+        """Without a lease afterwards."""
+        self.looks_up(engine, prompt)
+        if self.leases.pop((engine, self.next), None):
+            self.keeper.release(engine, self.next)
+
     @rule(data=st.data())
     def releases(self, data):
         if self.leases:
@@ -219,7 +226,8 @@ class KeeperMachine(RuleBasedStateMachine):
             chunks.append(dict(zip(rest[:per_chunk], content, strict=True)))
             del rest[:per_chunk]
         checkpoint = self.joined[engine], prompt, "!"
-        write = Write(chunks, None if pieces is None else checkpoint, self.taken_pieces(engine, prompt, pieces))
+        granted = self.taken_pieces(engine, prompt, pieces)
+        write = Write(prompt, chunks, None if pieces is None else checkpoint, granted)
         assert pieces is None or (has_checkpoint and first + len(chunks) == len(prompt))
         if self.absent:
             assert not write.slots, "a slot was handed out that an engine of an earlier keeper may write to"
@@ -278,6 +286,7 @@ class KeeperMachine(RuleBasedStateMachine):
         if has_checkpoint:
             self.held.update(write.pieces)
             self.known.add(write.checkpoint)
+        self.looks_at(each[0], write.prompt)
 
     @rule(engine=engines, prompts=st.lists(prompts, min_size=1, max_size=5))
     def serves(self, engine, prompts):
@@ -285,13 +294,10 @@ class KeeperMachine(RuleBasedStateMachine):
         if engine not in self.joined:
             self.joins(engine, NAMESPACES[0])
         for prompt in prompts:
-            self.looks_up(engine, prompt)
             self.takes(engine, prompt, True)
             if (engine, self.next) in self.writes:
                 self.commit((engine, self.next), len(self.writes[engine, self.next].chunks), True)
-            if (engine, self.next - 1) in self.leases and prompt is not prompts[-1]:
-                self.keeper.release(engine, self.next - 1)
-                del self.leases[engine, self.next - 1]
+        self.looks_up(engine, prompts[-1])
 
     # Keepers
 
@@ -311,6 +317,8 @@ class KeeperMachine(RuleBasedStateMachine):
         before, self.joined, self.leases, self.writes = self.joined, {}, {}, {}
         for engine in data.draw(st.lists(st.sampled_from(sorted(before)), unique=True)) if before else ():
             self.joins(engine, before[engine])
+            for whole in WHOLE:
+                self.looks_at(engine, whole)
 
     @rule(engine=engines)
     def is_gone(self, engine):
