@@ -210,15 +210,9 @@ class Keeper:
             self._end_checkpoint(write.checkpoint, write.touch, has_checkpoint)
         del writes[id]
         self._writing.difference_update(write.writing)
-        above = None if write.pin is None else self._pool.key(write.parent)
-        for chunk, name in zip(chunks, names, strict=True):
-            parent = None if above is None else above[:KEY_BYTES]
-            self._records.write(self._pool.blocks_of((chunk,)), name[KEY_BYTES:], name[:KEY_BYTES], parent)
-            above = name
+        self._record(write, count)
         if write.checkpoint is not None and has_checkpoint:
-            below = write.checkpoint.name[:KEY_BYTES]
-            for (name, group, block), slots in write.checkpoint.pieces:
-                self._records.write(slots, name[KEY_BYTES:], name[:KEY_BYTES], below, group, block)
+            self._record_pieces(write.checkpoint)
         if write.pin is not None:
             self._pool.unpin(write.pin)
 
@@ -256,7 +250,20 @@ class Keeper:
         if len(self._pool.missing(names[first:])) < len(names) - first:
             raise MisuseError("a chunk of this prompt is that of another prompt, too")
 
+    def _record(self, write: _Write, count: int) -> None:
+        """Records of the first `count` chunks."""
+        above = None if write.pin is None else self._pool.key(write.parent)
+        for chunk, name in zip(write.chunks[:count], write.names[:count], strict=True):
+            parent = None if above is None else above[:KEY_BYTES]
+            self._records.write(self._pool.blocks_of((chunk,)), name[KEY_BYTES:], name[:KEY_BYTES], parent)
+            above = name
+
     # Checkpoints
+
+    def _record_pieces(self, checkpoint: _Checkpoint) -> None:
+        for (name, group, block), slots in checkpoint.pieces:
+            below = checkpoint.name[:KEY_BYTES]
+            self._records.write(slots, name[KEY_BYTES:], name[:KEY_BYTES], below, group, block)
 
     def _missing_checkpoint(self, names: Sequence[bytes]) -> list[PieceNeed] | None:
         """The pieces of the checkpoint after these chunks; None if it is here, or resuming there takes none."""

@@ -1,11 +1,16 @@
 """Decisions of an engine over a pool, call by call, as vLLM's scheduler makes them. The test is its keeper."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
-from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankReport, Request
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankReport, Request, WindowGroup
+from cpu_prefix_cache.keeper.answers import check_answered
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message, ProtocolError
+from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.testing.slots import PoolSlots
 from tests.support.small_engine import SmallEngine
 
 GRID, SLOTS = 4, 16
@@ -238,3 +243,115 @@ def test_chunks_for_which_the_pool_has_no_room_are_counted():
 def test_a_drafter_that_looks_ahead_is_refused():
     with pytest.raises(ConfigurationError, match="knows no drafter"):
         Engine(lookahead=GRID)
+
+
+# Models with windows
+
+
+WINDOW = HybridChunkPlanner(
+    [
+        PrefixGroup(name="full", block_tokens=GRID, block_bytes=64),
+        WindowGroup(name="window", block_tokens=GRID, block_bytes=64, window_tokens=GRID + 1),
+    ],
+    max_model_len=64,
+)
+
+
+class WindowEngine:
+    """Its window sees one block before the next token, so a checkpoint is one piece."""
+
+    def __init__(self):
+        self.line, self.device = Line(), PoolSlots(WINDOW, 12)
+        self.cache = KeptCache(WINDOW, self.device.device, self.line, ready_slots=SLOTS)
+
+    def computes(self):
+        coordinator, pool = self.device.coordinator, self.device.pool
+        self.cache.admit(Request("r", KEYS, 4 * GRID + 1), 0, 0)
+        assert self.cache.boundaries("r") == [4 * GRID]
+        chunks = pool.allocate(4)
+        pool.commit(chunks, KEYS, pool.root, pool.touch(None))
+        [node] = pool.allocate(0, needs=coordinator.needs(coordinator.checkpoint_at(KEYS, 4)))
+        pool.commit([node], [checkpoint_key(KEYS[3])], chunks[3], pool.touch(None))
+        self.cache.computed("r", 4 * GRID)
+        self.cache.finished("r", 4 * GRID)
+        assert self.line.sent[-1][:3] == (Kind.TAKE, 0, (True,))
+        self.line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3, 1, 4)
+        self.cache.passed(0.0)
+        (plan,) = self.cache.step().transfers
+        return plan
+
+    def finds(self, *slots):
+        """A prompt of which two chunks can be loaded, and then what its window takes."""
+        request = Request("r", KEYS, 4 * GRID + 1)
+        assert isinstance(self.cache.lookup(request, 0, 0.0), Pending)
+        self.line.answer(Kind.RAN, 3, 2, *slots)
+        assert self.cache.lookup(request, 0, 0.0) == Hit(2 * GRID)
+        self.cache.admit(request, 0, 2 * GRID)
+
+    def loads(self, boundary):
+        self.cache.load("r", boundary, [list(range(boundary // GRID)), [9]], 0.0)
+        (plan,) = self.cache.step().transfers
+        return plan
+
+
+@pytest.fixture
+def windows():
+    return WindowEngine()
+
+
+def test_a_checkpoint_is_committed_with_its_chunks(windows):
+    plan = windows.computes()
+    assert sorted(copy.host_blocks for copy in plan.copies) == [(0, 1, 2, 3), (4,)]
+    windows.cache.report(RankReport(0, done=frozenset({plan.id})))
+    assert windows.line.sent[-1] == Message(Kind.COMMIT, 0, (4, True))
+    assert windows.cache.statistics().checkpoints_stored == 1 and not windows.cache.has_transfers
+
+
+@pytest.mark.parametrize(("unfit", "committed"), [(4, (4, False)), (2, (2, False))])
+def test_a_checkpoint_is_not_committed_where_something_did_not_fit(windows, unfit, committed):
+    plan = windows.computes()
+    windows.cache.report(RankReport(0, done=frozenset({plan.id}), unfit=((plan.id, (unfit,)),)))
+    assert windows.line.sent[-1] == Message(Kind.COMMIT, 0, committed)
+
+
+def test_a_load_that_ends_where_no_checkpoint_is_leased_is_planned_as_failed(windows):
+    windows.device.pool.allocate(10)
+    windows.finds(5, 6, 7)
+    assert windows.loads(1 * GRID).failed
+    assert windows.line.kinds()[-1] is Kind.RELEASE and not windows.line.uses
+
+
+def test_a_load_brings_chunks_and_the_checkpoint_after_them(windows):
+    windows.device.pool.allocate(10)
+    windows.finds(5, 6, 7)
+    plan = windows.loads(2 * GRID)
+    assert [(copy.group, copy.host_blocks) for copy in plan.copies] == [(0, (5, 6)), (1, (7,))] and not plan.failed
+
+
+def test_a_checkpoint_of_which_a_slot_is_not_prepared_is_no_hit(windows):
+    windows.cache._ready_on[0] = 7
+    request = Request("r", KEYS, 4 * GRID + 1)
+    windows.cache.lookup(request, 0, 0.0)
+    windows.line.answer(Kind.RAN, 3, 2, 5, 6, 7)
+    assert windows.cache.lookup(request, 0, 0.0) == Miss()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_right"),
+    [
+        ((0, 0, 2, 5, 6, 1, 7), True),
+        ((0, 0, 2, 5, 6, 0), True),
+        ((0, 2, 0, 1, 7), True),
+        ((0, 0, 2, 5, 6), True),
+        ((0, 0, 1, 5, 1, 7), False),
+        ((0, 0, 2, 5, 6, 2, 7, 8), False),
+        ((0, 0, 2, 5, 6, 1, 7, 1, 8), False),
+        ((0, 0, 2, 5, 6, 1, 5), False),
+        ((0, 0, 2, 5, 6, 1), False),
+        ((0, 0, 2, 5, 6, 1, SLOTS), False),
+    ],
+)
+def test_only_slots_for_the_pieces_of_a_checkpoint_are_an_answer(numbers, is_right):
+    asked, answer = Message(Kind.TAKE, 1, (True,), KEYS[:2]), Message(Kind.TOOK, 1, numbers)
+    with nullcontext() if is_right else pytest.raises(ProtocolError):
+        check_answered(asked, answer, SLOTS, WINDOW)
