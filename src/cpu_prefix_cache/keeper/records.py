@@ -59,11 +59,14 @@ class _Record(NamedTuple):
     serial: int
     slot: int
     place: int
-    group: int
-    block: int
     namespace: bytes
     key: bytes
     parent: bytes
+    group: int = CHUNK
+    block: int = 0
+
+
+_Chunk = tuple[int, int, int, bytes, bytes, bytes]  # the first fields of a _Record, which would take longer
 
 
 def records_bytes(num_slots: int) -> int:
@@ -116,26 +119,32 @@ class Records:
         """All that is whole, in the order in which it was written, where a chunk has so many slots, and a piece of a
         group so many; 0: there is none. The next record comes after these.
         """
-        found = sorted(self._whole(), key=itemgetter(0))
-        self._serial = found[-1][0] if found else 0
-        chunks = [each for each in found if each[3] == CHUNK]
-        pieces = [_Record(*each) for each in found if each[3] != CHUNK] if len(chunks) < len(found) else []
+        chunks, pieces = self._whole()
+        chunks.sort(key=itemgetter(0))
+        pieces.sort()
+        self._serial = max((each[-1][0] for each in (chunks, pieces) if each), default=0)
         if per_chunk > 1:
-            chunks = [each for item in _items(list(map(_Record._make, chunks)), lambda _: per_chunk) for each in item]
+            records = [_Record(*each) for each in chunks]
+            chunks = [each[:6] for item in _items(records, lambda _: per_chunk) for each in item]
         return _runs(chunks, per_chunk), [
             PieceFound(first.namespace, first.key, first.parent, first.group, first.block, [each.slot for each in item])
             for item in _items(pieces, width)
             for first in item[:1]
         ]
 
-    def _whole(self) -> Iterator[tuple[int, int, int, int, int, bytes, bytes, bytes]]:
-        """Each whole record, slot by slot, as a _Record, which would cost a third of the time."""
+    def _whole(self) -> tuple[list[_Chunk], list[_Record]]:
+        """The whole records of chunks, and of pieces, slot by slot."""
         contents = self._memory[HEADER_BYTES:]
+        chunks, pieces = list[_Chunk](), list[_Record]()
         for slot, each in enumerate(RECORD.iter_unpack(contents)):
             checksum, group, block, place, serial, namespace, key, parent = each
             at = slot * RECORD.size
             if serial and checksum == crc32(contents[at + _CHECKED : at + RECORD.size]):
-                yield serial, slot, place, group, block, namespace, key, parent
+                if group == CHUNK:
+                    chunks.append((serial, slot, place, namespace, key, parent))
+                else:
+                    pieces.append(_Record(serial, slot, place, namespace, key, parent, group, block))
+        return chunks, pieces
 
 
 def _items(records: Sequence[_Record], width: Callable[[int], int]) -> Iterator[Sequence[_Record]]:
@@ -153,11 +162,11 @@ def _items(records: Sequence[_Record], width: Callable[[int], int]) -> Iterator[
         at += len(item) if item and is_whole else 1
 
 
-def _runs(chunks: Sequence[tuple[int, int, int, int, int, bytes, bytes, bytes]], per_chunk: int) -> list[Run]:
+def _runs(chunks: Sequence[_Chunk], per_chunk: int) -> list[Run]:
     """The records of whole chunks, in the order of their serials, run by run."""
     if not chunks:
         return []
-    _, slots, _, _, _, namespaces, keys, parents = zip(*chunks, strict=True)
+    _, slots, _, namespaces, keys, parents = zip(*chunks, strict=True)
     if per_chunk > 1:
         namespaces, keys, parents = (column[::per_chunk] for column in (namespaces, keys, parents))
     hangs = zip(namespaces[1:], parents[1:], namespaces, keys, strict=False)

@@ -24,7 +24,7 @@ def recover(records: Records, coordinator: KVCacheCoordinator) -> None:
     per_chunk = planner.host_blocks_per_chunk
     runs, pieces = records.found(per_chunk, lambda group: widths[group] if group < len(widths) else 0)
     # at once: one alone costs as much as a chunk
-    pool.claim([run.slots[at : at + per_chunk] for run in runs for at in range(0, len(run.slots), per_chunk)])
+    pool.claim([slots for run in runs for slots in zip(*[iter(run.slots)] * per_chunk, strict=True)])
     for run in runs:
         _take_run(run, coordinator)
     by_key: dict[Hashable, PieceFound] = {}
