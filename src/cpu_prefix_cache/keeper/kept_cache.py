@@ -161,10 +161,12 @@ class KeptCache:
 
     def branch(self, request: Request, end: int) -> int | None:
         """As CPUPrefixCache, once the keeper has answered."""
+        if not self.planner.has_checkpoints:
+            return None
         question = self._questions.of(request.id, self._findable(request))
         leased = NOTHING if question is None else question.leased or NOTHING
         depth = self._branch(request, leased.present, end)
-        is_wanted = self.planner.has_checkpoints and is_worth(self.planner, depth, end, request.num_tokens)
+        is_wanted = is_worth(self.planner, depth, end, request.num_tokens)
         return depth * self.planner.grid_tokens if is_wanted else None
 
     def reserve(self, request: Request, boundary: int, n0: int = 0) -> None:
@@ -365,7 +367,7 @@ class KeptCache:
 
     def _usable(self, leased: Leased, start: int) -> int:
         """Up to which chunk its slots can be copied from, by now: with a checkpoint all of it, or nothing."""
-        if max(leased.slots, default=0) < self._ready:
+        if self._ready >= self._num_slots or max(leased.slots, default=0) < self._ready:
             return leased.depth
         width = self.planner.host_blocks_per_chunk
         late = (at for at in range(start * width, leased.depth * width) if leased.slots[at] >= self._ready)

@@ -1,0 +1,21 @@
+"""The planner that a keeper makes of a model's numbers has the arithmetic of the engine's own."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_prefix_cache.deciding import HybridChunkPlanner
+from cpu_prefix_cache.keeper.shape import KINDS, num_slots, planner_of, spelled
+from property_tests.laws.test_planner_laws import depths, planners
+
+
+@given(planners(kinds=KINDS), depths, st.sampled_from([1, 2, 4]))
+def test_a_keeper_counts_as_the_engine_does(planner: HybridChunkPlanner, depth: int, ranks: int) -> None:
+    groups = [replace(group, lookahead_tokens=0) if group.is_prefix else group for group in planner.groups]
+    own = HybridChunkPlanner(groups, max_model_len=100_000, grid_tokens=planner.grid_tokens, ranks=ranks)
+    made = planner_of(spelled(own))
+    assert [piece.host_blocks for piece in made.pieces] == [piece.host_blocks for piece in own.pieces]
+    assert made.checkpoint(depth) == own.checkpoint(depth)
+    assert made.needs_checkpoint(depth) == own.needs_checkpoint(depth)
+    assert num_slots(made, depth) == depth * own.host_blocks_per_chunk + own.checkpoint_blocks(depth)
