@@ -4,6 +4,7 @@ import pytest
 
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
+from cpu_prefix_cache.keeper.fair_lru import FairLru
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records
 from tests.unit.keeper.test_keeper import ONE, A, B, Node, keys_of
 
@@ -136,3 +137,19 @@ def test_a_chunk_that_lies_in_two_places_is_taken_in_once():
     node.begins_again()
     assert node.found == 6 and node.keeper.statistics().free == 6
     assert node.keeper.run(A, next(node.ids), keys_of("ab")).present == 2
+
+
+def left_of_a_quiet_engine():
+    """Chunks that can be resumed from, after another engine has stored four times as much as the pool holds."""
+    node = HybridNode(slots=120)
+    node.stores(A, "abcdefgh")
+    for number in range(30):
+        node.stores(B, chr(200 + number) + "zzz")
+    return node.finds(A, "abcdefgh")
+
+
+def test_a_noisy_engine_does_not_empty_what_a_quiet_one_has(monkeypatch):
+    """An engine's half is counted in chunks and checkpoints, of which the pool holds fewer than slots."""
+    assert left_of_a_quiet_engine() == 8
+    monkeypatch.setattr(FairLru, "_excess", lambda self, touch: 0)
+    assert left_of_a_quiet_engine() == 0  # plain LRU
