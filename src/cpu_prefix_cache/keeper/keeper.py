@@ -12,7 +12,7 @@ What another engine is writing is not granted a second time: the answer is to tr
 for each piece of a checkpoint. The chunk that a write hangs below is pinned until its end.
 
 Slots are the blocks of a BlockPool, keys those of engines behind their namespace. Each call is one of an `engine`.
-All models of one pool have one shape (`shape.py`), so the pool's own coordinator finds where they resume.
+All models of one pool have one shape (`shape.py`), so the pool itself knows where they resume.
 
 A keeper that follows another one begins with the records that it finds (`records.py`). Until all engines of that one
 have come back, or are gone, it hands out no slot: they may still write to any.
@@ -143,8 +143,8 @@ class Keeper:
         asks = self._engines[engine]
         self._check_new(asks, id)
         names = named(asks.namespace, keys)
-        path, grid = self._path(names), self.planner.grid_tokens
-        depth = self._coordinator.longest_boundary(names, 0, len(names) * grid + 1) // grid
+        path = self._path(names)
+        depth = self._pool.depth(self._pool.resume_points.nearest(path[-1])) if path else 0
         node = self._coordinator.resume_node(names, depth) if depth else None
         if node is None:
             return Leased(len(path), 0, ())
@@ -253,9 +253,10 @@ class Keeper:
     def _record(self, write: _Write, count: int) -> None:
         """Records of the first `count` chunks."""
         above = None if write.pin is None else self._pool.key(write.parent)
-        for chunk, name in zip(write.chunks[:count], write.names[:count], strict=True):
+        slots, width = self._pool.blocks_of(write.chunks[:count]), self.planner.host_blocks_per_chunk
+        for at, name in enumerate(write.names[:count]):
             parent = None if above is None else above[:KEY_BYTES]
-            self._records.write(self._pool.blocks_of((chunk,)), name[KEY_BYTES:], name[:KEY_BYTES], parent)
+            self._records.write(slots[at * width : at * width + width], name[KEY_BYTES:], name[:KEY_BYTES], parent)
             above = name
 
     # Checkpoints
