@@ -513,10 +513,11 @@ def loaded_by_hybrid(n0, **options):
     return engine.right(keys, tables)
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("n0", [0, 8])
-def test_each_group_has_a_table(n0):
+def test_each_group_has_a_table(n0, strict):
     attention = [("attention", at) for at in range(n0 // GRID, 4)]
-    assert loaded_by_hybrid(n0) == [*attention, ("window", 2), ("window", 3), ("state", 3)]
+    assert loaded_by_hybrid(n0, strict=strict) == [*attention, ("window", 2), ("window", 3), ("state", 3)]
 
 
 @pytest.mark.parametrize("n0", [0, 8])

@@ -142,9 +142,15 @@ def test_a_load_into_a_block_of_two_requests(shares, monkeypatch):
 
 def test_a_pool_of_ours_knows_which_blocks_are_allocated():
     engine, keys = HybridEngine(strict=True), keys_of("abcd")
-    engine.takes(keys)
+    chunks, node, tables = engine.takes(keys)
+    own = [block for table in tables for block in table if block >= 0]
+    engine.host._device.check_own(own)
     with pytest.raises(MisuseError, match="block 15 is no block that was allocated"):
         engine.host._device.check_own([0, 15])
+    engine.commits(keys, chunks, node)
+    for block in own:
+        with pytest.raises(MisuseError, match=f"block {block} is no block that was allocated"):
+            engine.host._device.check_own([block])
 
 
 # Numbers of blocks

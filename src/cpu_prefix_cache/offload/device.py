@@ -225,8 +225,13 @@ class PooledDevice(Device):
 
     def check_own(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            if self._pool.state(self._pool.chunk_of(block)) is not BlockState.WRITING:
+            if not self._is_own(block):
                 raise MisuseError(f"block {block} is no block that was allocated and is not committed yet")
+
+    def _is_own(self, block: int) -> bool:
+        if self._pool.checkpoints.has_block(block):
+            return not self._pool.checkpoints.is_written(block)
+        return self._pool.state(self._pool.chunk_of(block)) is BlockState.WRITING
 
     def hold(self, blocks: Sequence[int], parent: Sequence[int] = ()) -> Pin:
         return self._pool.pin(*dict.fromkeys(map(self._pool.chunk_of, blocks)))

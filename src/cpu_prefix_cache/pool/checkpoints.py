@@ -163,6 +163,10 @@ class Checkpoints:
         """Whether this is a block of a piece."""
         return block in self._at
 
+    def is_written(self, block: int) -> bool:
+        """Whether the piece with this block has its bytes."""
+        return self._at[block].writer is None
+
     def pin_block(self, block: int, change: int) -> list[int]:
         """The bytes of the piece with this block have one pin more (+1) or less (-1). Returns what `move` does."""
         piece = self._at[block]

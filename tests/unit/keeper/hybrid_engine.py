@@ -81,7 +81,7 @@ class HybridEngine:
             groups,
             pool=NodePool(address, model="hybrid", revision=revision),
             max_model_len=1_000,
-            options=HostOptions(offload="eager", wrap_copier=wrap_copier),
+            options=HostOptions(offload="eager", strict=True, wrap_copier=wrap_copier),
         )
         self.nodes = []  # of the request that runs
         self.staged = None  # the checkpoint that its load fills
