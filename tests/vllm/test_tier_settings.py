@@ -6,7 +6,9 @@ import os
 from copy import copy
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -318,6 +320,23 @@ def test_code_of_a_drafter_that_is_trusted_is_in_the_namespace(tmp_path, path):
         (drafter / "modeling.py").write_text(text)
         folders.append(changed(tmp_path, path, set_drafter).folder)
     assert len(set(folders)) == len(folders)
+
+
+def test_only_files_are_code_whatever_their_names(tmp_path, path):
+    """Editors lock a file by a link to nowhere, and a name need not be UTF-8."""
+    before = changed(tmp_path, path, set_trusted).folder
+    (tmp_path / ".#modeling.py").symlink_to("user@machine.1:2")
+    (tmp_path / "folder.py").mkdir()
+    assert changed(tmp_path, path, set_trusted).folder == before
+    (tmp_path / os.fsdecode(b"\xe9.py")).write_text("a")
+    assert changed(tmp_path, path, set_trusted).folder != before
+
+
+def test_code_that_cannot_be_read_is_refused_by_its_name(tmp_path, path, monkeypatch):
+    (tmp_path / "modeling.py").write_text("a")
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(errno.EACCES, "denied", "modeling.py")))
+    with pytest.raises(ConfigurationError, match=r"the remote code cannot be read: .*denied: 'modeling\.py'"):
+        changed(tmp_path, path, set_trusted)
 
 
 @pytest.mark.parametrize("kind", ["preprocessor", "video_preprocessor", "processor"])

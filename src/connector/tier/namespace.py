@@ -6,11 +6,13 @@ rows lie, is in its manifest, and in what its records are sealed with: where it 
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.tier import Namespace, Value
 
 VOLATILE = ("_name_or_path", "_commit_hash", "transformers_version")  # of a model's configuration
@@ -39,10 +41,13 @@ def digest(described: Mapping[str, Any] | Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def digest_of_files(files: Mapping[str, Path]) -> str:
-    """Digest of files by their names, with all their bytes. Raises OSError."""
+def digest_of_files(field: str, files: Mapping[str, Path]) -> str:
+    """Digest of files by their names, with all their bytes. Raises ConfigurationError where one cannot be read."""
     found = hashlib.sha256()
     for name, path in sorted(files.items()):
-        contents = path.read_bytes()
-        found.update(f"{name} {len(contents)}\n".encode() + contents)
+        try:
+            contents = path.read_bytes()
+        except OSError as error:
+            raise ConfigurationError(f"the {field} cannot be read: {error}") from error
+        found.update(os.fsencode(f"{name} {len(contents)}\n") + contents)
     return found.hexdigest()

@@ -133,11 +133,16 @@ def _code(model: ModelConfig) -> dict[str, Value]:
 def _files(vllm_config: VllmConfig) -> dict[str, Value]:
     """Local files that decide bytes beside configurations and weights: code that is trusted, what a processor makes
     pixels of images by, and scales of their encoder. Those of a hub are of the commit of the weights.
+
+    Raises ConfigurationError where one cannot be read.
     """
     model, draft = vllm_config.model_config, drafter_of(vllm_config)
     trusted = [Path(each.model) for each in (model, draft) if each is not None and each.trust_remote_code]
     code = {
-        f"{at} {file.relative_to(folder)}": file for at, folder in enumerate(trusted) for file in folder.rglob("*.py")
+        f"{at} {file.relative_to(folder)}": file
+        for at, folder in enumerate(trusted)
+        for file in folder.rglob("*.py")
+        if file.is_file()
     }
     found = {"remote code": code}
     media = model.multimodal_config
@@ -145,7 +150,7 @@ def _files(vllm_config: VllmConfig) -> dict[str, Value]:
         found["media processor files"] = {file.name: file for file in Path(model.model).glob(PROCESSORS)}
         scales = media.mm_encoder_fp8_scale_path
         found["media encoder scales"] = {} if scales is None else {"scales": Path(scales)}
-    return {name: digest_of_files(files) for name, files in found.items() if files}
+    return {name: digest_of_files(name, files) for name, files in found.items() if files}
 
 
 def row_order(kv_cache_config: KVCacheConfig, orders: Mapping[str, str], layers: Mapping[str, Any]) -> str:
