@@ -1,7 +1,11 @@
 """A tier below the cache's host memory: found again after a restart, by the same weights alone."""
 
+import json
+import sys
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from builtin_models import build_model
 from connector.transformers import HostPrefixCache, identity
@@ -81,6 +85,36 @@ def test_another_release_of_transformers_finds_nothing(tmp_path, monkeypatch, op
         upgraded.setattr("connector.transformers.identity.transformers.__version__", "another")
         assert answered(model(), tmp_path, keep_others=True, **options)[0] == 0
     assert answered(model(), tmp_path, keep_others=True, **options)[0] > 0
+
+
+CODE = """
+from transformers import LlamaForCausalLM
+from .parts import SCALE
+
+
+class Mine(LlamaForCausalLM):
+    pass
+"""
+
+
+def trusted(folder, parts):
+    """A model whose code lies beside its weights, in two files."""
+    model().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}))
+    (folder / "mine.py").write_text(CODE)
+    (folder / "parts.py").write_text(parts)
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_code_that_came_with_a_model_is_known_by_its_bytes(tmp_path, monkeypatch):
+    """It may compute other KV of the same weights, and is of no release."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    first = with_code("1", trusted(tmp_path / "first", "SCALE = 1"))
+    assert with_code("1", trusted(tmp_path / "moved", "SCALE = 1")) == first
+    assert with_code("1", trusted(tmp_path / "first", "SCALE = 2")) != first
+    assert ", code " in first and ", code " not in with_code("1", model())
 
 
 def test_a_revision_that_is_given_does_not_cover_another_configuration(tmp_path):

@@ -2,20 +2,23 @@
 
 The revision is a digest of the configuration, of every parameter and buffer (name, dtype, shape, all bytes), and of the
 fields of PEFT's layers for adapters. No sample would do: training may change a few rows alone. A path says nothing: a
-checkpoint that has moved finds its own. With each revision, also one that is given, go the configuration and the
-release of transformers, whose code computes.
+checkpoint that has moved finds its own. With each revision, also one that is given, go the configuration, the release
+of transformers, whose code computes, and the bytes of code that came with the model (`trust_remote_code`).
 """
 
 import hashlib
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import transformers
 import xxhash
 from transformers import PreTrainedModel
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from connector.tier.namespace import digest
+from connector.tier.namespace import digest, digest_of_files
 from connector.transformers.changes import adapters_of
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 
@@ -37,9 +40,23 @@ def weights_revision(model: PreTrainedModel) -> str:
 
 
 def with_code(revision: str, model: PreTrainedModel) -> str:
-    """The revision, and what else decides what the model computes from its weights."""
+    """The revision, and what else decides what the model computes from its weights. Raises ConfigurationError where its
+    code cannot be read.
+    """
     configuration = _configuration(model)[:32]
-    return f"{revision}, transformers {transformers.__version__}, configuration {configuration}"
+    return f"{revision}, transformers {transformers.__version__}, configuration {configuration}{_own_code(model)}"
+
+
+def _own_code(model: PreTrainedModel) -> str:
+    """Code that came with the model, and that transformers has copied to a folder of its own. Empty for other models,
+    so that their tiers are found as before.
+    """
+    kind = type(model)
+    if not kind.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
+        return ""
+    folder = Path(inspect.getfile(kind)).parent
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*.py")}
+    return f", code {digest_of_files('code of the model', files)[:32]}"
 
 
 def _configuration(model: PreTrainedModel) -> str:
