@@ -144,8 +144,7 @@ class Keeper:
         self._check_new(asks, id)
         names = named(asks.namespace, keys)
         path = self._path(names)
-        depth = self._pool.depth(self._pool.resume_points.nearest(path[-1])) if path else 0
-        node = self._coordinator.resume_node(names, depth) if depth else None
+        depth, node = self._resumed(names, path)
         if node is None:
             return Leased(len(path), 0, ())
         self._policy.serve(engine)
@@ -177,7 +176,7 @@ class Keeper:
             return Granted(first, (), try_again=True)
         parent = path[-1] if path else self._pool.root
         self._policy.serve(engine)
-        touch = self._pool.touch(parent if first else None)
+        touch = self._pool.touch(self._resumed(names, path)[1])
         with self._pool.pinned(*([parent] if first else [])) as pin:
             chunks = self._pool.take(stop - first)
             write = _Write(names[first : first + len(chunks)], chunks, parent, pin, touch)
@@ -242,6 +241,11 @@ class Keeper:
         if self._pool.keys_of(path) != names[:end]:
             raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
         return path
+
+    def _resumed(self, names: Sequence[bytes], path: Sequence[int]) -> tuple[int, int | None]:
+        """After how many of these chunks, which are here, a request can resume, and the node that has all it takes."""
+        depth = self._pool.depth(self._pool.resume_points.nearest(path[-1])) if path else 0
+        return depth, self._coordinator.resume_node(names, depth) if depth else None
 
     def _check_one_prompt(self, names: Sequence[bytes], first: int) -> None:
         """Raise MisuseError for names of several prompts, of which those from `first` on are not here."""

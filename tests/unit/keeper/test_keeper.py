@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from cpu_prefix_cache import MisuseError
-from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.keeper import keeper as keepers
 from cpu_prefix_cache.keeper.answers import Granted
 from cpu_prefix_cache.keeper.keeper import Keeper
@@ -16,6 +16,8 @@ from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
 
 FULL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=64)], max_model_len=64)
+STATE = StateGroup(name="state", block_tokens=4, block_bytes=64)
+STATES = HybridChunkPlanner([*FULL.groups, STATE], max_model_len=64)  # a chunk has a slot, and so has a checkpoint
 ONE, OTHER = bytes(NAMESPACE_BYTES), b"1" * NAMESPACE_BYTES
 A, B = 1, 2
 
@@ -39,14 +41,13 @@ class Node:
 
     def takes(self, engine, prompt):
         id = next(self.ids)
-        return id, self.keeper.take(engine, id, keys_of(prompt))
+        return id, self.keeper.take(engine, id, keys_of(prompt), self.keeper.planner.has_checkpoints)
 
     def stores(self, engine, prompt):
         """Look the prompt up, and store what is missing. How many chunks were found."""
         found = self.finds(engine, prompt)
         id, granted = self.takes(engine, prompt)
-        if granted.slots:
-            self.keeper.commit(engine, id, len(granted.slots), False)
+        self.keeper.commit(engine, id, len(granted.slots), granted.pieces is not None)
         self.keeper.check_valid()
         return found
 
@@ -122,6 +123,12 @@ def test_a_take_that_was_written_in_part_is_found_in_part():
     assert node.finds(B, "abc") == 1
     with pytest.raises(MisuseError, match="has not taken"):
         node.keeper.commit(A, id, 1, False)
+
+
+def test_a_request_uses_the_checkpoint_that_it_resumed_from_together_with_what_it_adds():
+    node = Node(slots=6, planner=STATES)
+    assert [node.stores(A, prompt) for prompt in ("ab", "abcd", "x")] == [0, 2, 0]
+    assert [node.finds(B, prompt) for prompt in ("x", "abc")] == [1, 2], "the end of a prompt leaves first"
 
 
 def left_of_a_quiet_engine(chunks=8):
