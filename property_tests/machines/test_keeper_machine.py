@@ -117,7 +117,7 @@ class KeeperMachine(RuleBasedStateMachine):
         self.joined = {}
         self.leases = {}  # (engine, id) -> slots
         self.writes = {}  # (engine, id) -> Write
-        self.granted = self.next = 0
+        self.wanted = self.next = 0
         self.is_damaged = self.has_crashed = False
         self.absent = set()
         for engine in ENGINES[:2]:
@@ -145,7 +145,7 @@ class KeeperMachine(RuleBasedStateMachine):
 
     @property
     def has_had_room(self):
-        return self.granted <= self.slots and not self.is_damaged
+        return self.wanted <= self.slots and not self.is_damaged
 
     def resumable(self, engine, prompt):
         """After how many chunks a request could resume, if nothing was evicted."""
@@ -244,9 +244,10 @@ class KeeperMachine(RuleBasedStateMachine):
         assert not try_again or self.absent or is_awaited, "there is nothing to wait for"
         for slot in write.slots:
             self.held.pop(slot, None)
+        if not try_again:  # of what is refused, too: something may have left for it
+            self.wanted += self.kind.per_chunk * (len(prompt) - first) + len(write.pieces)
         if write.slots or write.checkpoint:
             self.writes[engine, id] = write
-            self.granted += len(write.slots)
 
     def taken_pieces(self, engine, prompt, pieces):
         """Slots to be written, with their contents. All other pieces are there."""
@@ -306,7 +307,7 @@ class KeeperMachine(RuleBasedStateMachine):
     def keeper_crashes(self, data):
         """Engines that were there come back or are gone, in any order, once none of their copies is under way."""
         damaged = data.draw(st.none() | st.sampled_from(sorted(self.held) or [0]))
-        if damaged is not None and self.granted > self.slots:  # it ended within this record
+        if damaged is not None and self.wanted > self.slots:  # it ended within this record
             at = HEADER_BYTES + RECORD.size * damaged
             self.file[at + RECORD.size - KEY_BYTES : at + RECORD.size] = bytes(KEY_BYTES)
             self.is_damaged = True

@@ -160,7 +160,9 @@ class Keeper:
             self._pool.unpin(pin)
 
     def take(self, engine: int, id: int, keys: Sequence[bytes], has_checkpoint: bool = False) -> Granted:
-        """`has_checkpoint`: the engine could write the checkpoint after the last of these chunks, too."""
+        """`has_checkpoint`: the engine could write the checkpoint after the last of these chunks, too. Where there is
+        no room for both, nothing is granted (rule 4).
+        """
         asks = self._engines[engine]
         self._check_new(asks, id)
         names = named(asks.namespace, keys)
@@ -171,17 +173,18 @@ class Keeper:
             return Granted(first, ())
         self._check_one_prompt(names, first)
         stop = next((at for at in range(first, len(names)) if names[at] in self._writing), len(names))
-        is_written = needs is not None and stop == len(names) and self._is_written(names[-1], needs)
+        if stop < len(names):
+            needs = None
+        is_written = needs is not None and self._is_written(names[-1], needs)
         if self.absent or stop == first < len(names) or is_written:
             return Granted(first, (), try_again=True)
         parent = path[-1] if path else self._pool.root
         self._policy.serve(engine)
         touch = self._pool.touch(self._resumed(names, path)[1])
         with self._pool.pinned(*([parent] if first else [])) as pin:
-            chunks = self._pool.take(stop - first)
-            write = _Write(names[first : first + len(chunks)], chunks, parent, pin, touch)
-            if needs is not None and first + len(chunks) == len(names):
-                write.checkpoint = self._take_checkpoint(names[-1], needs)
+            chunks = self._pool.take(stop - first, needs=needs)
+            checkpoint = self._checkpoint(chunks.pop(), names[-1], needs) if chunks and needs is not None else None
+            write = _Write(names[first : first + len(chunks)], chunks, parent, pin, touch, checkpoint)
         granted = Granted(first, self._pool.blocks_of(chunks), pieces=self._granted_pieces(write.checkpoint))
         for slot in granted.all_slots:
             self._records.clear(slot)
@@ -280,12 +283,9 @@ class Keeper:
         """Whether somebody is writing this checkpoint, or a piece of it."""
         return checkpoint_key(name) in self._writing or any(need.key in self._writing for need in needs)
 
-    def _take_checkpoint(self, name: bytes, needs: Sequence[PieceNeed]) -> _Checkpoint | None:
-        """All of it, or nothing where there is no room."""
-        for node in self._pool.take(0, needs=needs):
-            own = zip(needs, self._pool.checkpoints.to_write(node), strict=True)
-            return _Checkpoint(node, name, [(need.key, slots) for need, slots in own if slots is not None])
-        return None
+    def _checkpoint(self, node: int, name: bytes, needs: Sequence[PieceNeed]) -> _Checkpoint:
+        own = zip(needs, self._pool.checkpoints.to_write(node), strict=True)
+        return _Checkpoint(node, name, [(need.key, slots) for need, slots in own if slots is not None])
 
     def _granted_pieces(self, checkpoint: _Checkpoint | None) -> list[Sequence[int]] | None:
         if checkpoint is None:

@@ -131,6 +131,15 @@ def test_a_request_uses_the_checkpoint_that_it_resumed_from_together_with_what_i
     assert [node.finds(B, prompt) for prompt in ("x", "abc")] == [1, 2], "the end of a prompt leaves first"
 
 
+def test_nothing_is_evicted_for_chunks_whose_checkpoint_has_no_room():
+    node = Node(slots=8, planner=STATES)
+    assert [node.stores(A, prompt) for prompt in ("ab", "cd")] == [0, 0]
+    node.keeper.run(A, next(node.ids), keys_of("cd"))  # leased: five slots could be had
+    assert node.takes(B, "vwxyz")[1] == Granted(0, ())
+    assert node.finds(B, "ab") == 2
+    assert len(node.takes(B, "wxyz")[1].all_slots) == 5
+
+
 def left_of_a_quiet_engine(chunks=8):
     """Chunks that are left of one, after another one has stored twenty times as much as it had."""
     node = Node(slots=40)
