@@ -11,11 +11,12 @@ from typing import Any
 from cpu_prefix_cache.keeper.protocol import ProtocolError
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
-from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.model.planner import SMALLEST_SPLIT_BYTES, HybridChunkPlanner
 
 KINDS: tuple[type[Group], ...] = (PrefixGroup, WindowGroup, ChunkLocalGroup, StateGroup)  # a number is a place in here
 PER_GROUP = 7
 MOST = 1 << 40  # no number of a model is larger
+MOST_GROUPS, MOST_PARTS = 64, 1 << 18  # a keeper has time for so many: a window of 131,072 blocks is a half of them
 
 
 def spelled(planner: HybridChunkPlanner) -> tuple[int, ...]:
@@ -25,12 +26,15 @@ def spelled(planner: HybridChunkPlanner) -> tuple[int, ...]:
 
 def planner_of(numbers: Sequence[int]) -> HybridChunkPlanner:
     """The planner that has as many host blocks of each piece. Raises ProtocolError for numbers that are no model's."""
-    if len(numbers) < 2 or (len(numbers) - 2) % PER_GROUP or max(numbers) > MOST:
+    groups, rest = divmod(len(numbers) - 2, PER_GROUP)
+    if rest or not 0 < groups <= MOST_GROUPS or max(numbers) > MOST:
         raise ProtocolError(f"got {len(numbers)} numbers that are no model's")
-    grid, ranks, *rest = numbers
+    grid, ranks, *each = numbers
     try:
-        groups = [_group(at, *rest[at : at + PER_GROUP]) for at in range(0, len(rest), PER_GROUP)]
-        return HybridChunkPlanner(groups, max_model_len=grid, grid_tokens=grid, ranks=ranks)
+        found = [_group(at, *each[at : at + PER_GROUP]) for at in range(0, len(each), PER_GROUP)]
+        if _num_parts(found, grid, ranks) > MOST_PARTS or not any(group.is_prefix for group in found):
+            raise ProtocolError("got numbers of a model that no pool of a node takes")
+        return HybridChunkPlanner(found, max_model_len=grid, grid_tokens=grid, ranks=ranks)
     except (ConfigurationError, IndexError) as error:
         raise ProtocolError(f"got numbers that are no model's: {error}") from error
 
@@ -44,6 +48,23 @@ def num_slots(planner: HybridChunkPlanner, depth: int) -> int:
     """How many slots a request needs to resume after so many chunks."""
     checkpoint = planner.checkpoint_blocks(depth) if planner.needs_checkpoint(depth) else 0
     return depth * planner.host_blocks_per_chunk + checkpoint
+
+
+def _num_parts(groups: Sequence[Group], grid: int, ranks: int) -> int:
+    """Blocks of a chunk and of a checkpoint, and host blocks that a piece could be divided into: all that a planner of
+    these groups looks at one by one.
+    """
+    blocks = [grid // group.block_tokens for group in groups]
+    seen = [(numbers[-2] + numbers[-1]) // numbers[1] for numbers in map(_numbers, groups)]
+    sizes = [  # on one rank
+        group.kept_bytes
+        * group.device_blocks
+        * (count if group.is_prefix else 1)
+        * (group.lanes or ranks)
+        // max(1, ranks)
+        for group, count in zip(groups, blocks, strict=True)
+    ]
+    return sum(blocks) + sum(seen) + sum(sizes) // max(1, min(SMALLEST_SPLIT_BYTES, *sizes))
 
 
 def _numbers(group: Group) -> tuple[int, ...]:
