@@ -486,7 +486,8 @@ class KeptCache:
         self._messenger.end_use()
         self._counts["chunks_stored"] += good
         self._counts["checkpoints_stored"] += has_checkpoint
-        self._counts["bytes_stored"] += store.plan.num_bytes * good // max(1, write.chunks)
+        nodes = write.chunks + write.has_checkpoint
+        self._counts["bytes_stored"] += store.plan.num_bytes * (good + has_checkpoint) // nodes
         self._counts["store_unfit"] += write.chunks - fit
         self._counts["stores_failed"] += not all(store.reports.values())
         self._counts["store_cancelled"] += fit - good

@@ -79,6 +79,14 @@ def test_a_load_brings_of_a_window_what_the_device_has_not(keeper):
         assert other.host.statistics().cache.bytes_loaded - before == 3 * BLOCK_BYTES + 3 * BLOCK_BYTES
 
 
+def test_the_bytes_of_a_checkpoint_that_is_stored_alone_are_counted(keeper):
+    with HybridEngine(keeper.address) as engine:
+        engine.stores("abcdef")
+        before = engine.host.statistics().cache.bytes_stored
+        engine.stores("abcde")
+        assert engine.host.statistics().cache.bytes_stored > before
+
+
 def test_the_next_keeper_finds_checkpoints_again(keeper):
     with HybridEngine(keeper.address) as one, HybridEngine(keeper.address) as other:
         one.stores("abcdef")
