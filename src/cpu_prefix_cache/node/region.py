@@ -44,13 +44,17 @@ def make(host_bytes: int, block_bytes: int) -> Region:
     return Region((file, records_file), num_slots, block_bytes, records, claim)
 
 
-def adopt(files: Sequence[int]) -> Region | None:
-    """The region that an engine hands back, under descriptors of its own; None if these are no such files."""
+def adopt(files: Sequence[int], block_bytes: int, fewest: int) -> Region | None:
+    """The region that an engine hands back, under descriptors of its own; None if these are no such files, of slots of
+    so many bytes and at least as many as its model needs.
+    """
     if len(files) != 2 or not all(map(shared_file.is_sealed, files)) or not os.fstat(files[1]).st_size:
         return None
     records = _records(files[1])
     shape = records.shape
     if shape is None or os.fstat(files[0]).st_size != shape[0] * shape[1]:
+        return None
+    if shape[0] < fewest or shape[1] != block_bytes:
         return None
     return Region((os.dup(files[0]), os.dup(files[1])), *shape, records)
 

@@ -310,7 +310,7 @@ class Server:
             raise ProtocolError(f"engine {number} says hello with blocks of {block_bytes} bytes")
         connection.hello, connection.planner = hello, planner_of(shape)
         if self._region is None and connection.files:
-            adopted = regions.adopt(connection.files)
+            adopted = regions.adopt(connection.files, block_bytes, connection.planner.fewest_blocks)
             if adopted is not None:
                 self._open(adopted, connection.planner, [NOBODY])
         self._tick(time.monotonic())

@@ -84,9 +84,11 @@ def test_a_piece_that_somebody_is_writing_is_waited_for():
 
 def test_a_checkpoint_finds_room_for_all_of_it_or_none():
     node = HybridNode(slots=9)
-    id, granted = node.takes(A, "ab")
-    assert (len(granted.slots), granted.pieces) == (6, None)
-    node.keeper.commit(A, id, 2, False)
+    _, granted = node.takes(A, "ab")
+    assert (granted.all_slots, granted.pieces) == ([], None)
+    id, granted = node.takes(A, "a")
+    assert len(granted.all_slots) == 6
+    node.keeper.commit(A, id, 1, False)
     assert node.stores(B, "x").pieces is not None, "chunks without a checkpoint make room"
 
 

@@ -67,9 +67,16 @@ def loose(tmp_path):
 def test_files_whose_size_may_change_are_not_taken_back(loose):
     """Whoever made one shorter would end the keeper that reads it."""
     region = regions.make(SLOTS * CHUNK_BYTES, CHUNK_BYTES)
-    assert regions.adopt(region.files) is not None
+    assert regions.adopt(region.files, CHUNK_BYTES, SLOTS) is not None
     for files in (loose, (region.files[0], loose[1]), (loose[0], region.files[1])):
-        assert regions.adopt(files) is None
+        assert regions.adopt(files, CHUNK_BYTES, SLOTS) is None
+
+
+def test_a_region_that_is_none_of_the_engines_model_is_not_taken_back():
+    """A keeper that did would end: its pool holds no chunk."""
+    region = regions.make(SLOTS * CHUNK_BYTES, CHUNK_BYTES)
+    assert regions.adopt(region.files, CHUNK_BYTES, SLOTS + 1) is None
+    assert regions.adopt(region.files, CHUNK_BYTES // 2, 1) is None
 
 
 def test_an_engine_whose_lock_cannot_be_taken_leaves_nothing_open(keeper):
