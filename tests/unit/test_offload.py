@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from cpu_prefix_cache import POLICIES, Hit, Miss, MisuseError, Pending
+from cpu_prefix_cache import POLICIES, ConfigurationError, Hit, Miss, MisuseError, Pending
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
@@ -518,15 +518,23 @@ def test_a_device_pool_with_several_blocks_to_a_chunk_names_a_chunk_by_its_first
     assert device.num_waiting == 3 * per_chunk
 
 
+class DoesNotTell(PooledDevice):
+    """How many blocks a chunk has."""
+
+    blocks_per_chunk = None
+
+
+def cache_over(device):
+    planner = HybridChunkPlanner([ATTENTION], max_model_len=1_000)
+    return CPUPrefixCache(planner, device, host_blocks=8, **cache_options(offload="eager"))
+
+
 def test_a_device_pool_with_more_blocks_to_a_chunk_than_the_model_has_is_refused():
     gpu = BlockPool(8, blocks_per_chunk=2)
     gpu.commit(gpu.allocate(1), [b"a"], gpu.root, gpu.touch(None))
-    cache = CPUPrefixCache(
-        HybridChunkPlanner([ATTENTION], max_model_len=1_000),
-        PooledDevice(gpu),
-        host_blocks=8,
-        **cache_options(offload="eager"),
-    )
+    with pytest.raises(ConfigurationError, match="takes 1 device blocks, but PooledDevice has 2"):
+        cache_over(PooledDevice(gpu))
+    cache = cache_over(DoesNotTell(gpu))
     cache.admit(Request("r", chain("a"), GRID + 1), 0)
     cache.computed("r", GRID)
     with pytest.raises(MisuseError, match="2 blocks for a chunk that takes 1"):

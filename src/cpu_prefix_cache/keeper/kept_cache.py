@@ -30,9 +30,9 @@ from itertools import chain, count, islice
 from cpu_prefix_cache.keeper.answers import NOTHING, Leased
 from cpu_prefix_cache.keeper.counts import Counts
 from cpu_prefix_cache.keeper.messenger import Messenger
-from cpu_prefix_cache.keeper.protocol import Kind
+from cpu_prefix_cache.keeper.protocol import Kind, ProtocolError
 from cpu_prefix_cache.keeper.questions import Question, Questions
-from cpu_prefix_cache.keeper.shape import KINDS, planner_of, spelled
+from cpu_prefix_cache.keeper.shape import KINDS, MOST_GROUPS, MOST_PARTS, planner_of, spelled
 from cpu_prefix_cache.keeper.takes import Takes, Write
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
@@ -517,7 +517,12 @@ def check_takes(planner: HybridChunkPlanner) -> None:
             f"a pool of a node has the groups of this library alone, and here are {groups}; give this engine host "
             "memory of its own"
         )
-    if [piece.host_blocks for piece in planner_of(spelled(planner)).pieces] != [
-        piece.host_blocks for piece in planner.pieces
-    ]:
+    try:
+        of_keeper = planner_of(spelled(planner))
+    except ProtocolError as error:
+        raise ConfigurationError(
+            f"a pool of a node is for models of at most {MOST_GROUPS} groups and {MOST_PARTS} parts ({error}), and the "
+            f"groups are {groups}; give this engine host memory of its own"
+        ) from error
+    if [piece.host_blocks for piece in of_keeper.pieces] != [piece.host_blocks for piece in planner.pieces]:
         raise ConfigurationError("a pool of a node has no host blocks in whole pages; leave the tier out")
