@@ -16,7 +16,7 @@ from cpu_prefix_cache.keeper import questions, takes
 from tests.stores.servers import starting, wait_for
 from tests.vllm import servers
 from tests.vllm.engine import drafting, full, latent, one_group, state, vllm_config, window
-from tests.vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
+from tests.vllm.real_cache import BLOCKS, GROUPS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests.vllm.real_engine import BLOCK, PATIENCE, TOLERANCE, differences
 from tests.vllm.servers import ALIKE, START_SECONDS, NodeKeeper, VllmServer, difference
 
@@ -168,21 +168,22 @@ def patience(monkeypatch):
     monkeypatch.setattr(takes, "TAKE_SECONDS", PATIENCE)
 
 
-def engine_on(keeper, copies=None, dtype="float32", **options):
+def engine_on(keeper, copies=None, dtype="float32", model="llama", **options):
     extra = {"pool": {"address": keeper.address, "revision": "1"}, "reset": "with_connector", **options}
-    return CachedEngine(folder_of("llama"), copies=copies, engine={"extra": extra, "dtype": dtype})
+    return CachedEngine(folder_of(model), copies=copies, engine={"extra": extra, "dtype": dtype})
 
 
-def test_the_next_engine_loads_what_one_has_computed(begin, patience):
-    expected, keeper = expected_of("llama"), begin(NodeKeeper, POOL_BYTES)
-    with engine_on(keeper) as engine:
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_the_next_engine_loads_what_one_has_computed(begin, patience, model):
+    expected, keeper = expected_of(model), begin(NodeKeeper, POOL_BYTES)
+    with engine_on(keeper, model=model) as engine:
         computed = engine.answer(PROMPTS[:3])
         engine.rest()
         engine.forget()
         again = engine.answer(PROMPTS[:1])
     assert max(differences(computed + again, expected[:3] + expected[:1])) <= TOLERANCE
     assert len(keeper.committed()) == 3 * BLOCKS
-    with engine_on(keeper) as engine:
+    with engine_on(keeper, model=model) as engine:
         loaded = engine.answer(PROMPTS[:4])
         engine.rest()
         assert engine.statistics.chunks_stored == BLOCKS
@@ -190,10 +191,13 @@ def test_the_next_engine_loads_what_one_has_computed(begin, patience):
     assert [each.loaded_tokens for each in [*again, *loaded]] == [BLOCKS * BLOCK] * 4 + [0]
 
 
-def test_one_damaged_block_shows(begin, patience):
+@pytest.mark.parametrize(
+    ("model", "group"), [(model, group) for model in ("llama", "gemma3") for group in GROUPS[model]]
+)
+def test_one_damaged_block_shows(begin, patience, model, group):
     """The control."""
-    expected, keeper = expected_of("llama"), begin(NodeKeeper, POOL_BYTES)
-    with engine_on(keeper, Copies(damaged="prefix-0")) as engine:
+    expected, keeper = expected_of(model), begin(NodeKeeper, POOL_BYTES)
+    with engine_on(keeper, Copies(damaged=group), model=model) as engine:
         engine.answer(PROMPTS[:2])
         engine.rest()
         engine.forget()
