@@ -45,6 +45,7 @@ test-long: $(VENV)/installed $(VLLM_VENV)/installed
 	COMPILE_ALL=1 $(BIN)/python -m pytest tests/unit/copier/test_kernels_compile.py
 	ATOM_REQUESTS=600 $(BIN)/python -m pytest tests/engines/atom/test_simulation.py
 	VLLM_REQUESTS=3000 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_stress.py
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m slow tests/vllm
 	DISK_SECONDS=8 $(BIN)/python -m pytest tests/stores/disk
 	LIES=all $(BIN)/python -m pytest tests/stores/test_lying_servers.py
 
@@ -93,9 +94,9 @@ test-pythons:
 		fi; \
 	done
 
-# Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only.
+# Real vLLM engines, and vLLM's scheduler around workers that pretend; CPU only, and nothing that is marked `slow`.
 test-vllm: $(VLLM_VENV)/installed
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses auto --dist loadfile -m 'not slow' tests/vllm
 
 # Our linker behind SGLang's own tree, linker wrapper and scheduling of prefills; CPU only.
 test-sglang: $(SGLANG_VENV)/installed

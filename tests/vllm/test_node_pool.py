@@ -239,12 +239,12 @@ def test_weights_that_have_changed_find_nothing(begin, patience, tmp_path):
 # Servers side by side
 
 
-def share(begin, count):
+def share(begin, count, model="llama"):
     """Each of so many servers loads what each other one has computed. All answers are those without a cache."""
-    expected = expected_of("llama")[:count]
+    expected = expected_of(model)[:count]
     keeper = begin(NodeKeeper, POOL_BYTES)
-    model, extra = folder_of("llama"), {"pool": {"address": keeper.address, "connect_seconds": START_SECONDS}}
-    servers = [begin(VllmServer, model, extra) for _ in range(count)]
+    folder, extra = folder_of(model), {"pool": {"address": keeper.address, "connect_seconds": START_SECONDS}}
+    servers = [begin(VllmServer, folder, extra) for _ in range(count)]
     wait_for(lambda: all(server.is_up() for server in servers), START_SECONDS)
     computed = []
     for at, prompt in enumerate(PROMPTS[:count]):
@@ -280,8 +280,9 @@ def check_damage_shows(keeper, first, second, prompt):
 
 
 @pytest.mark.server
-def test_two_servers_load_what_the_other_one_has_computed(begin):
-    keeper, servers = share(begin, 2)
+@pytest.mark.parametrize("model", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_two_servers_load_what_the_other_one_has_computed(begin, model):
+    keeper, servers = share(begin, 2, model)
     check_damage_shows(keeper, *servers, PROMPTS[5])
 
 
