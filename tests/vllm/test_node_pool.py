@@ -239,12 +239,14 @@ def test_weights_that_have_changed_find_nothing(begin, patience, tmp_path):
 # Servers side by side
 
 
-def share(begin, count, model="llama"):
-    """Each of so many servers loads what each other one has computed. All answers are those without a cache."""
+def share(begin, count, model="llama", *more):
+    """Each of so many servers loads what each other one has computed. All answers are those without a cache. `more` is
+    of their command line.
+    """
     expected = expected_of(model)[:count]
     keeper = begin(NodeKeeper, POOL_BYTES)
     folder, extra = folder_of(model), {"pool": {"address": keeper.address, "connect_seconds": START_SECONDS}}
-    servers = [begin(VllmServer, folder, extra) for _ in range(count)]
+    servers = [begin(VllmServer, folder, extra, *more) for _ in range(count)]
     wait_for(lambda: all(server.is_up() for server in servers), START_SECONDS)
     computed = []
     for at, prompt in enumerate(PROMPTS[:count]):
@@ -282,7 +284,7 @@ def check_damage_shows(keeper, first, second, prompt):
 @pytest.mark.server
 @pytest.mark.parametrize("model", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_two_servers_load_what_the_other_one_has_computed(begin, model):
-    keeper, servers = share(begin, 2, model)
+    keeper, servers = share(begin, 2, model, "--max-model-len", "512")
     check_damage_shows(keeper, *servers, PROMPTS[5])
 
 
