@@ -9,11 +9,12 @@ not taken yet counts as used (`claims.py`).
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_prefix_cache.memory.claims import promises
+from cpu_prefix_cache.memory.claims import Promise, promises
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Left to others on the machine: where memory runs out the kernel kills processes.
@@ -40,9 +41,9 @@ VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 def check_fits(num_bytes: int) -> None:
     """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use."""
     given = promises()
-    if num_bytes <= _usable([(each.most, each.groups) for each in given]):
+    if num_bytes <= _usable(given, attrgetter("most")):
         return  # whatever of it has been taken
-    usable = usable_bytes()
+    usable = _usable(given, attrgetter("num_bytes"))
     if num_bytes > usable:
         raise ConfigurationError(
             f"{num_bytes / 1e9:.2f} GB of host memory were asked for, but this process may use {usable / 1e9:.2f} GB; "
@@ -54,7 +55,7 @@ def usable_bytes() -> int:
     """The bytes that the system has available and every control group still allows, less a reserve and what others have
     been promised.
     """
-    return _usable([(each.num_bytes, each.groups) for each in promises()])
+    return _usable(promises(), attrgetter("num_bytes"))
 
 
 def groups() -> list[str]:
@@ -62,7 +63,8 @@ def groups() -> list[str]:
     return [number for folder, _ in _groups() if (number := _number_of(folder)) is not None]
 
 
-def _usable(given: Sequence[_Given]) -> int:
+def _usable(promised: Sequence[Promise], size: Callable[[Promise], int]) -> int:
+    given = [(size(each), each.groups) for each in promised]
     left = min(_available_bytes() - sum(num_bytes for num_bytes, _ in given), *_allowed_bytes(given))
     return max(0, left - RESERVED_BYTES)
 
