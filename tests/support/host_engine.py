@@ -30,6 +30,14 @@ def contents(key, shape=SHAPE, weights=0):
     return torch.frombuffer(bytearray(made), dtype=torch.int16).view(shape)
 
 
+def come_to_rest(engine):
+    """Step until its host cache is not busy."""
+    until = time.monotonic() + PATIENCE
+    while engine.host.is_busy:
+        engine.steps()
+        assert time.monotonic() < until, "it never comes to rest"
+
+
 def allocating(blocks):
     """The blocks that a load fills, as a function: here the request's own blocks."""
     return lambda start, boundary: blocks[start // GRID : boundary // GRID]
@@ -118,10 +126,7 @@ class HostEngine:
         return loaded
 
     def rests(self):
-        until = time.monotonic() + PATIENCE
-        while self.host.is_busy:
-            self.steps()
-            assert time.monotonic() < until, "it never comes to rest"
+        come_to_rest(self)
 
     def forgets(self):
         """The device evicts all that waits."""

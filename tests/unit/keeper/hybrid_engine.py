@@ -26,7 +26,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, KVCacheCoordinator, Po
 from cpu_prefix_cache.kv_layout import states
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.pool.taken import TakenCheckpoints
-from tests.support.host_engine import PATIENCE, POISON, contents
+from tests.support.host_engine import PATIENCE, POISON, come_to_rest, contents
 from tests.unit.keeper.pool_engine import settle
 
 GRID, WINDOW_BLOCK, WINDOW = 8, 4, 14
@@ -230,10 +230,7 @@ class HybridEngine:
         return self.host.end_step({})
 
     def rests(self):
-        until = time.monotonic() + PATIENCE
-        while self.host.is_busy:
-            self.steps()
-            assert time.monotonic() < until, "it never comes to rest"
+        come_to_rest(self)
 
     def forgets(self):
         """The device evicts all that waits."""
