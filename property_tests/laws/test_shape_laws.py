@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, check_takes
 from cpu_prefix_cache.keeper.protocol import ProtocolError
-from cpu_prefix_cache.keeper.shape import KINDS, num_slots, planner_of, spelled
+from cpu_prefix_cache.keeper.shape import KINDS, planner_of, spelled
 from property_tests.laws.test_planner_laws import depths, planners
 
 
@@ -26,4 +26,4 @@ def test_a_keeper_counts_as_the_engine_does(planner: HybridChunkPlanner, depth: 
     assert [piece.host_blocks for piece in made.pieces] == [piece.host_blocks for piece in own.pieces]
     assert made.checkpoint(depth) == own.checkpoint(depth)
     assert made.needs_checkpoint(depth) == own.needs_checkpoint(depth)
-    assert num_slots(made, depth) == depth * own.host_blocks_per_chunk + own.checkpoint_blocks(depth)
+    assert made.resume_blocks(depth) == depth * own.host_blocks_per_chunk + own.checkpoint_blocks(depth)

@@ -7,12 +7,11 @@
 An engine checks each answer before it uses a slot of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import NamedTuple, Self
 
 from cpu_prefix_cache.keeper.protocol import ANSWERS, NUM_COUNTED, Kind, Message, ProtocolError
-from cpu_prefix_cache.keeper.shape import num_slots
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 
@@ -75,7 +74,7 @@ def check_answered(asked: Message | None, answer: Message, pool_slots: int, plan
     if answer.kind is Kind.RAN:
         leased = Leased.of(answer.numbers)
         is_right = leased.depth <= leased.present <= len(asked.keys)
-        is_right = is_right and len(leased.slots) == num_slots(planner, leased.depth)
+        is_right = is_right and len(leased.slots) == planner.resume_blocks(leased.depth)
         _check_slots(leased.slots, pool_slots, is_right)
     elif answer.kind is Kind.TOOK:
         granted = Granted.of(answer.numbers)
@@ -92,13 +91,9 @@ def _fits(asked: Message, granted: Granted, answer: Message, planner: HybridChun
         return False
     if granted.pieces is None:
         return True
-    widths = list(_widths(planner, len(asked.keys)))
+    widths = planner.checkpoint_widths(len(asked.keys))
     is_whole = end == len(asked.keys) and len(granted.pieces) == len(widths) and bool(asked.numbers[0])
     return is_whole and all(len(piece) in (0, width) for piece, width in zip(granted.pieces, widths, strict=True))
-
-
-def _widths(planner: HybridChunkPlanner, depth: int) -> Iterator[int]:
-    return (planner.pieces[at.group].host_blocks for at in planner.checkpoint(depth))
 
 
 def _check_slots(slots: Sequence[int], pool_slots: int, is_right: bool) -> None:

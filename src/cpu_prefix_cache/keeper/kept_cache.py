@@ -380,8 +380,7 @@ class KeptCache:
         chunks, rest = leased.slots[start * width : stop * width], iter(leased.slots[leased.depth * width :])
         pieces = None
         if self.planner.needs_checkpoint(stop):
-            widths = (self.planner.pieces[at.group].host_blocks for at in self.planner.checkpoint(stop))
-            pieces = [tuple(islice(rest, width)) for width in widths]
+            pieces = [tuple(islice(rest, width)) for width in self.planner.checkpoint_widths(stop)]
         return tuple(self._copies.of_load(chunks, pieces, start, stop, destinations))
 
     def _branch(self, request: Request, present: int, end: int) -> int:

@@ -44,12 +44,6 @@ def shared_shape(planner: HybridChunkPlanner) -> tuple[int, ...]:
     return spelled(planner) if planner.has_checkpoints else (planner.host_blocks_per_chunk,)
 
 
-def num_slots(planner: HybridChunkPlanner, depth: int) -> int:
-    """How many slots a request needs to resume after so many chunks."""
-    checkpoint = planner.checkpoint_blocks(depth) if planner.needs_checkpoint(depth) else 0
-    return depth * planner.host_blocks_per_chunk + checkpoint
-
-
 def _num_parts(groups: Sequence[Group], grid: int, ranks: int) -> int:
     """Blocks of a chunk and of a checkpoint, and host blocks that a piece could be divided into: all that a planner of
     these groups looks at one by one.

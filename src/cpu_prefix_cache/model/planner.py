@@ -178,13 +178,20 @@ class HybridChunkPlanner:
 
     def checkpoint_blocks(self, depth: int) -> int:
         """How many host blocks it takes."""
-        return sum(self.pieces[at.group].host_blocks for at in self.checkpoint(depth))
+        return sum(self.checkpoint_widths(depth))
+
+    def checkpoint_widths(self, depth: int) -> list[int]:
+        """How many host blocks each of its pieces takes."""
+        return [self.pieces[at.group].host_blocks for at in self.checkpoint(depth)]
+
+    def resume_blocks(self, depth: int) -> int:
+        """How many host blocks hold all that a request takes to resume with `depth` chunks."""
+        return depth * self.host_blocks_per_chunk + self.checkpoint_blocks(depth)
 
     @property
     def fewest_blocks(self) -> int:
         """The host blocks of the shortest prefix at whose end a request can resume. A smaller host is of no use."""
-        depth = self.chunks_to_resume(1)
-        return depth * self.host_blocks_per_chunk + self.checkpoint_blocks(depth)
+        return self.resume_blocks(self.chunks_to_resume(1))
 
     def positions(self, start: int, stop: int) -> list[list[int]]:
         """The blocks of each group, counted from token 0, that a load of chunks [start, stop) fills (rule 8)."""
