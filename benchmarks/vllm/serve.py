@@ -2,10 +2,12 @@
 
     python -m benchmarks.vllm.serve TRACE --engines "null@40,ours-lazy@40,offloading@40,none" --json serve.json
     python -m benchmarks.vllm.serve TRACE --engines "ours-lazy@40" --rate 8     open loop: requests at the trace's times
+    python -m benchmarks.vllm.serve TRACE --servers 2 --engines "pool@40,ours-lazy@20"      several servers of one model
     python -m benchmarks.vllm.serve --convoy 50 --engines "ours-lazy@40,offloading@40"
 
 An engine is `none`, or a name and GiB of host memory: those of `vllm_reload.py`, and ours-adaptive, ours-arc (lazy),
-ours-eager-adaptive, offloading-arc. Weights are random, and only times are measured.
+ours-eager-adaptive, offloading-arc. Weights are random, and only times are measured. With several `--servers` each has
+so many GiB, and each request goes to a random one; `pool@GIB` is a keeper's pool, which has so many for all servers.
 
 Users play sessions of the trace, which has Mooncake's format: each sends a request when the one before is answered, and
 takes the next session when one ends. Which requests are sent is the same for every engine. `--rate` sends them at the
@@ -21,10 +23,12 @@ A convoy is that many prompts at once on one prefix of 32,768 tokens, which the 
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +37,10 @@ from benchmarks.vllm import serve_trace
 from benchmarks.vllm.serve_report import convoy_row, convoy_table, served_row, served_table
 from benchmarks.vllm.vllm_reload import (
     ENGINES,
+    GIB,
     MAX_MODEL_LEN,
     PIN_SECONDS_PER_GIB,
+    POOL,
     SHAPES,
     SWEEP,
     Engine,
@@ -47,6 +53,7 @@ PACKAGES = ["vllm", "torch", "triton"]
 BLOCK_TOKENS = 16  # of the device
 CONVOY_TOKENS, CONVOY_TAIL = 32_768, 64
 WARM_UP = [4_096, 512, 64]  # tokens of prompts before the clock starts
+KEEPER_SECONDS = 20
 
 
 def parsed(cell: str) -> tuple[str, int]:
@@ -68,15 +75,38 @@ def engine(cell: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[E
     """The engine of `NAME@GIB`, warm, with its host memory pinned; and its own figures of the start."""
     name, host_gib = parsed(cell)
     settings = argparse.Namespace(**{**vars(args), "host_gib": host_gib, "log_stats": False})
-    running = Engine(name, model, settings, script="serve_engine")
-    try:
+    with ExitStack() as stack:
+        options: dict[str, Any] = {}
+        if name == POOL:
+            address = f"unix:{stack.enter_context(keeper(host_gib * GIB))}"
+            options["pool"] = {"address": address, "model": "random", "revision": "1"}
+        running = Engine(name, model, settings, "serve_engine", str(args.servers), **options)
+        stack.callback(running.close)
         start = running.receive()
         say(f"{cell}: started in {start['start']:.0f} s on {start['device']}")
-        serve(running, [[request] for request in [([*running.new(length)], 8) for length in WARM_UP]])
-        time.sleep(PIN_SECONDS_PER_GIB * host_gib)
+        warm_up = WARM_UP if args.servers == 1 else WARM_UP * 4 * args.servers
+        serve(running, [[request] for request in [([*running.new(length)], 8) for length in warm_up]])
+        time.sleep(PIN_SECONDS_PER_GIB * host_gib * args.servers)
         yield running, start
-    finally:
-        running.close()
+
+
+@contextmanager
+def keeper(host_bytes: int) -> Iterator[Path]:
+    """The socket of a keeper, which ends with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kv.sock"
+        command = ["cpu_prefix_cache.tools.cli", "keep", f"--host-bytes={host_bytes}", f"--socket={path}"]
+        process = subprocess.Popen([sys.executable, "-m", *command])
+        try:
+            end = time.monotonic() + KEEPER_SECONDS
+            while not path.exists():
+                if process.poll() is not None or time.monotonic() > end:
+                    raise SystemExit("the keeper did not start")
+                time.sleep(0.1)
+            yield path
+        finally:
+            process.kill()
+            process.wait()
 
 
 def serve(running: Engine, users: Sequence[Sequence[tuple[Any, int]]]) -> dict[str, Any]:
@@ -179,6 +209,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--engines", default="null@40,ours-lazy@40,offloading@40,simple-lazy@40,none")
     parser.add_argument("--users", type=int, default=24)
+    parser.add_argument("--servers", type=int, default=1, help="on the GPUs in turn")
     parser.add_argument("--rate", type=float, help="requests a second in an open loop, in place of users")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--block-tokens", type=int, default=64, help="that a block of the trace becomes")

@@ -101,6 +101,7 @@ OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "
 NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "benchmarks.vllm.vllm_null"}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
 OFFLOADING = {"kv_connector": "OffloadingConnector"}
+POOL = "pool"  # that a keeper has; the caller gives its address
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "none": None,
     "null": (NULL, {"offload": "lazy"}),
@@ -113,6 +114,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "ours-eager-adaptive": (OURS, {"offload": "eager", "policy": "adaptive"}),
     "simple-lazy": (SIMPLE, {"lazy_offload": True}),
     "simple-eager": (SIMPLE, {}),
+    POOL: (OURS, {"offload": "eager"}),
     "offloading": (OFFLOADING, {}),
     "offloading-arc": (OFFLOADING, {"eviction_policy": "arc"}),
     "offloading-adaptive": (
@@ -126,9 +128,15 @@ class Engine:
     """A child process, and seeds for new prompts."""
 
     def __init__(
-        self, name: str, model: Path, args: argparse.Namespace, script: str = "vllm_engine", **more: Any
+        self,
+        name: str,
+        model: Path,
+        args: argparse.Namespace,
+        script: str = "vllm_engine",
+        *arguments: str,
+        **more: Any,
     ) -> None:
-        """`more` are options of our connector, for a caller that starts one engine by itself."""
+        """`arguments` are the script's. `more` are options of our connector, for a caller that starts one by itself."""
         options: dict[str, Any] = dict(
             model=str(model),
             load_format="dummy",
@@ -145,11 +153,12 @@ class Engine:
         kind = ENGINES[name]
         if kind is not None:
             connector, extra = kind
-            extra = {"cpu_bytes_to_use": args.host_gib * GIB, **extra, **more}
+            own = {} if name == POOL else {"cpu_bytes_to_use": args.host_gib * GIB}
+            extra = {**own, **extra, **more}
             options["kv_transfer_config"] = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         self.name = name
         self._new = count(1_000_000)
-        command = [sys.executable, "-m", f"benchmarks.vllm.{script}", json.dumps(options)]
+        command = [sys.executable, "-m", f"benchmarks.vllm.{script}", json.dumps(options), *arguments]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             command,
