@@ -9,6 +9,8 @@ Each model is run by engines in processes of their own:
     lazy, eager    a device of a few prompts: they have left it when they come again
     damaged GROUP  the control, for each group: one block of it is overwritten after each load
     damaged drafter    with a drafter, the control of its own layer: what it loads is overwritten
+    pool           the second of two engines on the pool of a keeper, without a drafter: its first answers are from what
+                   the first one, that has ended, has computed, and must be those of kept when it is asked again
 
 They get eight prompts, then others, then the eight again with 24 more tokens, and each once more as it was up to its
 middle. The logprobs of lazy and eager must be those of the first, and in the controls those must differ that the
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.vllm.serve import keeper
 from tests.gpu.drafters import DRAFTERS, speculative
 from tests.vllm import models
 from tests.vllm.models import initialise, some_tokens
@@ -42,6 +45,7 @@ NUM_PROMPTS = 8
 TAIL = 24
 ANSWER = 6
 DAMAGED_DRAFTER = "damaged drafter"
+POOL = "pool "  # and the path of the keeper's socket
 ROOM = 200  # tokens that a request may have beyond a prompt: the smallest device must hold that many
 HOST_BYTES = 4 << 30
 SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
@@ -151,6 +155,8 @@ def answers(name: str, folder: str, variant: str, ranks: int, codec: str) -> dic
     if variant.startswith("damaged "):
         os.environ["DAMAGED"] = variant.removeprefix("damaged ")
         module = "tests.gpu.damaging"
+    elif variant.startswith(POOL):
+        extra = dict(pool=f"unix:{variant.removeprefix(POOL)}", codec=codec)
     else:
         extra["offload"] = variant
     if variant != "kept":
@@ -188,7 +194,9 @@ def answers(name: str, folder: str, variant: str, ranks: int, codec: str) -> dic
         second.append(_answer(llm, prompt + some_tokens(TAIL, ("tail", at)), drafts))
         parted.append(_answer(llm, prompt[: length // 2] + some_tokens(TAIL, ("parted", at)), drafts))
     told: dict[str, Any] = dict(first=first, second=second, parted=parted)
-    if variant != "kept":
+    if variant == "kept":
+        told["again"] = [_answer(llm, prompt, drafts) for prompt in prompts]
+    else:
         cache = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.cache
         told |= dict(
             groups=[group.name for group in cache.planner.groups],
@@ -240,6 +248,13 @@ def run(name: str, folder: Path, variant: str, ranks: int, codec: str) -> dict[s
     raise RuntimeError(f"{name}, {variant}: status {done.returncode}\n" + (done.stdout + done.stderr)[-3000:])
 
 
+def second_on_a_pool(name: str, folder: Path, ranks: int, codec: str) -> dict[str, Any]:
+    with keeper(HOST_BYTES) as path:
+        for _ in range(2):
+            told = run(name, folder, f"{POOL}{path}", ranks, codec)
+    return told
+
+
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest of any logprob; a token that only one of the two names counts as 99."""
     pairs = zip(one["logprobs"], other["logprobs"], strict=True)
@@ -247,8 +262,9 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[str, Any]) -> bool:
+    reference = kept | {"first": kept["again"]} if variant == "pool" else kept
     before, after, parted = (
-        [difference(a, b) for a, b in zip(kept[which], told[which], strict=True)]
+        [difference(a, b) for a, b in zip(reference[which], told[which], strict=True)]
         for which in ("first", "second", "parted")
     )
     hits = [answer["cached"] for answer in told["second"]]
@@ -257,6 +273,8 @@ def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[s
         right = max(before + after) <= TOLERANCE and drafts >= NUM_PROMPTS - 1
     elif variant.startswith("damaged "):
         right = max(before) <= TOLERANCE and sum(each > TOLERANCE for each in after) >= NUM_PROMPTS - 1
+    elif variant == "pool":  # which has more of a parted prompt than a device keeps, so that less is computed
+        right = max(before + after) <= TOLERANCE and all(answer["cached"] for answer in told["first"])
     else:
         right = max(before + after + parted) <= TOLERANCE and hits == [answer["cached"] for answer in kept["second"]]
         right = right and not drafts and bool(kept["second"][0]["drafts"]) == bool(drafter_of(name))
@@ -281,6 +299,8 @@ def check(name: str, folder: Path, ranks: int, at_once: int, codec: str) -> int:
 
         kept = start("kept")
         started = {variant: start(variant) for variant in ("lazy", "eager")}
+        if not drafter_of(name):
+            started["pool"] = pool.submit(second_on_a_pool, name, folder, ranks, codec)
         lazy = started["lazy"].result()
         controls = [f"damaged {group}" for group in lazy["groups"]] + [DAMAGED_DRAFTER] * bool(drafter_of(name))
         started |= {variant: start(variant) for variant in controls}
