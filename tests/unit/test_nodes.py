@@ -9,9 +9,9 @@ from cpu_prefix_cache.pool.shape import Beside, Shape
 from cpu_prefix_cache.pool.states import ABSENT, CACHED, FREE, WRITING
 
 
-def nodes_of(shape, numbers=0, in_use=()):
+def nodes_of(shape, numbers=0):
     forest = shape.new_forest(numbers)
-    return forest, Nodes(forest, shape, in_use)
+    return forest, Nodes(forest, shape)
 
 
 def test_numbers_begin_beyond_the_root_and_are_used_again():
@@ -24,7 +24,9 @@ def test_numbers_begin_beyond_the_root_and_are_used_again():
 
 
 def test_numbers_that_outlived_a_reset_are_not_given_again():
-    _, nodes = nodes_of(Shape(2), numbers=2, in_use={3})
+    _, before = nodes_of(Shape(2), numbers=2)
+    _, nodes = nodes_of(Shape(2), numbers=2)
+    nodes.take_over(before, [3], set())
     assert nodes.new_numbers(2) == [4, 5]
 
 

@@ -30,6 +30,7 @@ keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the firs
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from cpu_prefix_cache.index.pins import Pins
@@ -137,11 +138,26 @@ class Forest:
             above = block
         self._count += len(run)
         child[above] = NONE
-        if before != NONE:
-            siblings = self._several[parent] if before == SEVERAL else self._several.setdefault(parent, {before: None})
-            siblings[run[0]] = None
-            child[parent] = SEVERAL
+        self._join(run[0], parent, before)
         self.pins.entered(run)
+
+    def take_over(self, before: "Forest", nodes: Iterable[int]) -> list[int]:
+        """Link nodes of an earlier forest without their keys, as if they had been withdrawn here, and all above them.
+        They keep their pins. Parents come before their children. O(nodes taken over).
+        """
+        held: dict[int, None] = {}
+        for node in nodes:
+            for each in reversed([*takewhile(lambda above: above not in held, before.held_by(node))]):
+                held[each] = None
+                parent = before.parent[each] if before._is_linked(each) else self.root
+                children, self.child[parent] = self.child[parent], each
+                self._join(each, parent, children)
+                self.parent[each], self.depth[each] = parent, self.depth[parent] + 1
+                self._withdrawn.add(each)
+        for node in before.pins:
+            for _ in range(before.pins.count(node)):
+                self.pin(node)
+        return [*held]
 
     def remove_run(self, run: Sequence[int]) -> None:
         """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
@@ -233,6 +249,13 @@ class Forest:
 
     def _is_linked(self, block: int) -> bool:
         return self.key[block] is not None or block in self._withdrawn
+
+    def _join(self, block: int, parent: int, before: int) -> None:
+        """A new child of `parent`, whose entry in `child` was this `before`."""
+        if before != NONE:
+            siblings = self._several[parent] if before == SEVERAL else self._several.setdefault(parent, {before: None})
+            siblings[block] = None
+            self.child[parent] = SEVERAL
 
     def _unlink(self, block: int) -> None:
         parent = self.parent[block]

@@ -61,7 +61,6 @@ from cpu_prefix_cache.pool.evictions import Evictions
 from cpu_prefix_cache.pool.free_runs import FreeRuns
 from cpu_prefix_cache.pool.nodes import Nodes
 from cpu_prefix_cache.pool.notes import Notes
-from cpu_prefix_cache.pool.outlived import Outlived
 from cpu_prefix_cache.pool.resume_points import ResumePoints
 from cpu_prefix_cache.pool.scarcity import Scarcity
 from cpu_prefix_cache.pool.shape import Beside, Shape
@@ -116,7 +115,6 @@ class BlockPool:
         self.free = FreeRuns()  # ascending
         self.ready = 0
         self._notes = Notes(num_blocks)
-        self._outlived = Outlived()
         self._evictions = Evictions()
         forest = self.shape.new_forest()
         self._log = BoundaryLog(forest) if log_boundaries else None
@@ -126,12 +124,11 @@ class BlockPool:
         self.grow(num_blocks if ready is None else ready)
 
     def _begin(self, forest: Forest, policy: EvictionPolicy, scarcity: Scarcity) -> None:
-        """Begin without nodes, but for those that have outlived a reset."""
+        """Begin without nodes."""
         beside = self.shape.beside
         self._forest = forest
         self._policy = policy
-        self._nodes = Nodes(forest, self.shape, self._outlived)
-        self._nodes.count[RETIRED] = len(self._outlived.blocks)
+        self._nodes = Nodes(forest, self.shape)
         self.checkpoints = self._nodes.checkpoints
         self._duplicates = Duplicates(forest, self._nodes.state, beside.overlap if beside else 0, scarcity)
         self._evictions.begin(forest, self.checkpoints)
@@ -214,7 +211,7 @@ class BlockPool:
         return self._forest.depth[chunk]
 
     def state(self, node: int) -> BlockState:
-        return BlockState.RETIRED if node in self._outlived else BlockState(self._nodes.state[node])
+        return BlockState(self._nodes.state[node])
 
     def key(self, node: int) -> bytes | None:
         return self._forest.key[node] if self._nodes.state[node] == CACHED else None
@@ -229,7 +226,7 @@ class BlockPool:
         return self._nodes.state[node] in (CACHED, ABSENT)
 
     def is_pinned(self, node: int) -> bool:
-        return node in self._forest.pins or self._outlived.is_pinned(node)
+        return node in self._forest.pins
 
     @property
     def num_available(self) -> int:
@@ -311,7 +308,7 @@ class BlockPool:
             writing=self._nodes.count[WRITING],
             cached=self._nodes.count[CACHED],
             retired=self._nodes.count[RETIRED],
-            pinned=len(self._forest.pins.linked) + self._outlived.num_pinned,
+            pinned=len(self._forest.pins.linked),
             protected=self._protected_at_most,
             evictions=self._evictions.total,
             unused_chunks=self._evictions.unused_chunks,
@@ -385,10 +382,7 @@ class BlockPool:
         """
         for block in blocks:
             if self._nodes.state[block] == FREE and not self.checkpoints.has_block(block):
-                is_old = block in self._outlived
-                raise MisuseError(
-                    f"block {block} is {'from before a reset' if is_old else 'free'} and cannot be pinned"
-                )
+                raise MisuseError(f"block {block} is free and cannot be pinned")
         for block in blocks:
             if self.checkpoints.has_block(block):
                 self.checkpoints.pin_block(block, +1)
@@ -414,9 +408,7 @@ class BlockPool:
         pin.released = True
         nodes = []
         for block in pin.blocks:
-            if block in self._outlived:
-                self._free_old([block], self._outlived.end_pin(block))
-            elif self.checkpoints.has_block(block):
+            if self.checkpoints.has_block(block):
                 self.free.put(sorted(self.checkpoints.pin_block(block, -1)))
             else:
                 nodes.append(block)
@@ -594,11 +586,6 @@ class BlockPool:
 
     def abort(self, nodes: Sequence[int]) -> None:
         """The writer of nodes is done, and they will never be committed. Pinned ones are freed at unpin."""
-        old = [node for node in nodes if node in self._outlived] if self._outlived else []
-        if not all(map(self._outlived.has_writer, old)):
-            raise MisuseError(f"nobody writes one of the blocks {old}, from before a reset")
-        nodes = [node for node in nodes if node not in self._outlived] if old else nodes
-        self._free_old(old, [block for node in old for block in self._outlived.end_writer(node)])
         self.retire([node for node in nodes if node not in self._nodes.unfinished])
         self._nodes.unfinished.difference_update(nodes)
         self._prune(nodes)
@@ -623,9 +610,7 @@ class BlockPool:
         """Begin anew with the same blocks. Never fails; what is pinned or being written keeps its bytes until its pins
         and its writer end, and is not committed. .1 s for a million chunks.
         """
-        writing = {*_positions(self._nodes.state, WRITING), *self._nodes.unfinished}
-        self._outlived.take_over(self._forest, writing, self.all_blocks_of)
-        self._outlived.take_over_pieces(self.checkpoints.byte_pins())
+        before, nodes = self._forest, self._nodes
         forest = self.shape.new_forest(numbers=len(self._nodes.state) - self.root - 1)
         if self._log is not None:
             self._log.cleared(self.resume_points.resumable(self._nodes.state.translate(IS_CACHED)), forest)
@@ -633,10 +618,12 @@ class BlockPool:
             forest.departed = {}
         self._duplicates.scarcity.clear()
         self._begin(forest, self._policy.anew(forest), self._duplicates.scarcity)
+        writing = {*_positions(nodes.state, WRITING), *nodes.unfinished}
+        used = self._nodes.take_over(nodes, forest.take_over(before, {*before.pins, *writing}), writing)
         self.free.clear()
-        for before, block in pairwise((-1, *sorted(self._outlived.blocks), self.ready)):
-            if block - before > 1:
-                self.free.put_run(before + 1, block)
+        for last, block in pairwise((-1, *sorted(used), self.ready)):
+            if block - last > 1:
+                self.free.put_run(last + 1, block)
 
     def grow(self, ready: int) -> None:
         """Make blocks usable up to `ready`. It never shrinks."""
@@ -654,7 +641,7 @@ class BlockPool:
         free = list(self.free)
         assert len(set(free)) == len(free) == len(self.free), "a block is free twice"
         assert len(free) + sum(self._nodes.count[WRITING:]) == self.ready, "blocks were lost (rule 1)"
-        used = [*self.checkpoints.blocks(), *((block, RETIRED) for block in self._outlived.blocks)]
+        used = [*self.checkpoints.blocks()]
         chunks = list[int]()
         cached = self._forest.nodes()
         for node, state in enumerate(self._nodes.state):
@@ -791,12 +778,6 @@ class BlockPool:
         return self._dissolve(cached, CACHED)
 
     # Nodes, and their blocks
-
-    def _free_old(self, nodes: Sequence[int], freed: list[int]) -> None:
-        """Uses of nodes from before a reset have ended, which freed these blocks."""
-        self._nodes.count[RETIRED] -= len(freed)
-        self.free.put(sorted(freed))
-        self._nodes.put_back([node for node in nodes if node not in self._outlived])
 
     def _check_state(self, nodes: Iterable[int], state: int) -> None:
         for node in nodes:

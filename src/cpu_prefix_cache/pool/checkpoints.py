@@ -15,7 +15,7 @@ RETIRED, if one is, or the bytes are pinned; CACHED.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -155,9 +155,20 @@ class Checkpoints:
             del self._of[checkpoint]
         return freed
 
-    def byte_pins(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The blocks of each piece whose bytes are pinned, and how often. O(blocks)."""
-        return ((piece.blocks, piece.byte_pins) for piece in set(self._at.values()) if piece.byte_pins)
+    def take_over(self, before: "Checkpoints", checkpoints: Collection[int]) -> None:
+        """These of an earlier pool are RETIRED here, and pieces whose bytes are pinned stay. Nobody can share them. The
+        earlier pool ends. O(its blocks).
+        """
+        pieces = before._pieces_of(checkpoints) | {piece for piece in before._at.values() if piece.byte_pins}
+        for piece in pieces:
+            piece.users = [0, 0, 0, 0]
+            self._at.update(dict.fromkeys(piece.blocks, piece))
+            self._count[RETIRED] += piece.need.num_blocks
+        for checkpoint in checkpoints:
+            self._of[checkpoint], self._width[checkpoint] = before._of[checkpoint], before._width[checkpoint]
+            self._widths[self._width[checkpoint]] += 1
+            for piece in self._of[checkpoint]:
+                piece.users[RETIRED] += 1
 
     def has_block(self, block: int) -> bool:
         """Whether this is a block of a piece."""
@@ -175,7 +186,7 @@ class Checkpoints:
         return self._recount(piece, was)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Every block of every piece once, with the state it counts as. For tests."""
+        """Every block of every piece once, with the state it counts as."""
         for piece in set(self._at.values()):
             yield from ((block, piece.state) for block in piece.blocks)
 

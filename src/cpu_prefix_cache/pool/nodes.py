@@ -4,19 +4,19 @@ A chunk is named by its first block. Where it may have none, and for a checkpoin
 of the forest; numbers are used again.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
-from cpu_prefix_cache.index.forest import Forest
+from cpu_prefix_cache.index.forest import NONE, Forest
 from cpu_prefix_cache.pool.checkpoints import Checkpoints
 from cpu_prefix_cache.pool.chunk_blocks import ChunkBlocks
 from cpu_prefix_cache.pool.shape import Shape
-from cpu_prefix_cache.pool.states import CACHED, FREE, BlockState
+from cpu_prefix_cache.pool.states import CACHED, FREE, RETIRED, BlockState
 
 
 class Nodes:
-    """The nodes of a pool of this shape over this forest, which is empty. The numbers `in_use` name others still."""
+    """The nodes of a pool of this shape over this forest, which is empty."""
 
-    def __init__(self, forest: Forest, shape: Shape, in_use: Container[int] = ()) -> None:
+    def __init__(self, forest: Forest, shape: Shape) -> None:
         size = len(forest.key)
         self._forest = forest
         self._shape = shape
@@ -25,7 +25,23 @@ class Nodes:
         self.chunks = ChunkBlocks(size, shape.blocks_per_chunk, by_number=shape.is_shared)
         self.checkpoints = Checkpoints(self.count)
         self.unfinished: set[int] = set()  # RETIRED nodes whose writer is not done
-        self._numbers = [number for number in range(forest.root + 1, size) if number not in in_use]
+        self._numbers = [*range(forest.root + 1, size)]
+
+    def take_over(self, before: "Nodes", nodes: Sequence[int], writing: set[int]) -> set[int]:
+        """Nodes of an earlier pool, of which some are `writing`, keep their names and blocks, and are RETIRED here. The
+        blocks that are in use.
+        """
+        held = set(nodes)
+        self._numbers = [number for number in self._numbers if number not in held]
+        self.unfinished = writing
+        for node in nodes:
+            self.state[node] = RETIRED
+        chunks = [node for node in nodes if node not in before.checkpoints]
+        blocks = before.chunks.of(chunks)
+        self.chunks.give(chunks, blocks)
+        self.count[RETIRED] += len(blocks) - blocks.count(NONE)
+        self.checkpoints.take_over(before.checkpoints, held.difference(chunks))
+        return {*blocks, *(block for block, _ in self.checkpoints.blocks())} - {NONE}
 
     @property
     def num_absent(self) -> int:
