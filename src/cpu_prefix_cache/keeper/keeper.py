@@ -9,7 +9,8 @@
     leave     the engine is gone: its leases end, and what it was writing is free
 
 What another engine is writing is not granted a second time: the answer is to try again. That is so for a chunk, and
-for each piece of a checkpoint. The chunk that a write hangs below is pinned until its end.
+for each piece of a checkpoint. A take is a promotion on the pool's edge: a store whose bytes come from elsewhere, here
+from an engine.
 
 Slots are the blocks of a BlockPool, keys those of engines behind their namespace. Each call is one of an `engine`.
 All models of one pool have one shape (`shape.py`), so the pool itself knows where they resume.
@@ -18,57 +19,39 @@ A keeper that follows another one begins with the records that it finds (`record
 have come back, or are gone, it hands out no slot: they may still write to any.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import cast
 
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.keeper.answers import Granted, Leased
 from cpu_prefix_cache.keeper.fair_lru import FairLru
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES
-from cpu_prefix_cache.keeper.records import Records
+from cpu_prefix_cache.keeper.records import CHUNK, Records
 from cpu_prefix_cache.keeper.recovery import named, recover
 from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.chain import Chain
+from cpu_prefix_cache.offload.device import PooledDevice
+from cpu_prefix_cache.offload.edge import Edge
+from cpu_prefix_cache.offload.offload import Offload
+from cpu_prefix_cache.offload.stores import StorePlanner
+from cpu_prefix_cache.offload.transfers import Promotion, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
-from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
-
-@dataclass(slots=True)
-class _Checkpoint:
-    """One that is being written: `pieces` are those that no other checkpoint has, with their slots."""
-
-    node: int
-    name: bytes
-    pieces: Sequence[tuple[Any, Sequence[int]]]
-
-
-@dataclass(slots=True)
-class _Write:
-    names: Sequence[bytes]
-    chunks: Sequence[int]
-    parent: int
-    pin: Pin | None
-    touch: Any
-    checkpoint: _Checkpoint | None = None
-
-    @property
-    def writing(self) -> list[Hashable]:
-        """Names of chunks and of a checkpoint, and keys of pieces: nobody else writes these meanwhile."""
-        if self.checkpoint is None:
-            return list(self.names)
-        return [*self.names, checkpoint_key(self.checkpoint.name), *(key for key, _ in self.checkpoint.pieces)]
+_Record = tuple[Sequence[int], bytes, bytes, bytes | None, int, int]  # arguments of `Records.write`
 
 
 @dataclass(slots=True)
 class _Engine:
     namespace: bytes
     leases: dict[int, Pin] = field(default_factory=dict)
-    writes: dict[int, _Write] = field(default_factory=dict)
+    writes: dict[int, Promotion] = field(default_factory=dict)
 
 
 class Keeper:
@@ -93,9 +76,11 @@ class Keeper:
             thresholds=None,
         )
         self._coordinator = KVCacheCoordinator(planner, self._pool)
+        # nothing here looks at a device: what is written comes from those of engines
+        stores = StorePlanner(self._coordinator, PooledDevice(self._pool), TransferLedger(ranks=1))
+        self._edge = Edge(stores, Offload(stores))
         (self._policy,) = policies
         self._engines: dict[int, _Engine] = {}
-        self._writing = set[Hashable]()
         self.absent = set[int]()  # engines of the keeper before this one
 
     # Looking
@@ -168,28 +153,28 @@ class Keeper:
         names = named(asks.namespace, keys)
         path = self._path(names)
         first = len(path)
-        needs = self._missing_checkpoint(names) if has_checkpoint else None
-        if first == len(names) and needs is None:
+        checkpoint = self._missing_checkpoint(names) if has_checkpoint else None
+        if first == len(names) and checkpoint is None:
             return Granted(first, ())
         self._check_one_prompt(names, first)
-        stop = next((at for at in range(first, len(names)) if names[at] in self._writing), len(names))
+        writing = self._edge.ledger.writing
+        stop = next((at for at in range(first, len(names)) if names[at] in writing), len(names))
         if stop < len(names):
-            needs = None
-        is_written = needs is not None and self._is_written(names[-1], needs)
+            checkpoint = None
+        is_written = checkpoint is not None and self._is_written(checkpoint)
         if self.absent or stop == first < len(names) or is_written:
             return Granted(first, (), try_again=True)
-        parent = path[-1] if path else self._pool.root
         self._policy.serve(engine)
         touch = self._pool.touch(self._resumed(names, path)[1])
-        with self._pool.pinned(*([parent] if first else [])) as pin:
-            chunks = self._pool.take(stop - first, needs=needs)
-            checkpoint = self._checkpoint(chunks.pop(), names[-1], needs) if chunks and needs is not None else None
-            write = _Write(names[first : first + len(chunks)], chunks, parent, pin, touch, checkpoint)
-        granted = Granted(first, self._pool.blocks_of(chunks), pieces=self._granted_pieces(write.checkpoint))
+        wanted = Chain(names[first - 1] if first else None, names[first:stop], checkpoint)
+        write = self._edge.stores.receive(wanted, touch, engine)
+        if write is None:
+            return Granted(first, ())
+        asks.writes[id] = write
+        slots = self._pool.blocks_of(write.nodes[: len(write.chain.keys)])
+        granted = Granted(first, slots, pieces=self._granted_pieces(write))
         for slot in granted.all_slots:
             self._records.clear(slot)
-        self._writing.update(write.writing)
-        asks.writes[id] = write
         return granted
 
     def commit(self, engine: int, id: int, count: int, has_checkpoint: bool) -> None:
@@ -198,37 +183,23 @@ class Keeper:
         write = writes.get(id)
         if write is None and not count:
             return  # nothing was granted
-        if write is None or not 0 <= count <= len(write.chunks):
+        if write is None or not 0 <= count <= len(write.chain.keys):
             raise MisuseError(f"engine {engine} commits {count} chunks of {id}, which it has not taken")
-        if has_checkpoint and (write.checkpoint is None or count < len(write.chunks)):
+        if has_checkpoint and (write.chain.checkpoint is None or count < len(write.chain.keys)):
             raise MisuseError(f"engine {engine} commits the checkpoint of {id}, which it has not written")
         self._policy.serve(engine)
-        chunks, names = write.chunks[:count], write.names[:count]
-        self._pool.commit(chunks, names, write.parent, write.touch)
-        self._pool.abort(write.chunks[count:])
-        if chunks and not has_checkpoint:
-            self._pool.resume_points.may_be_useless(chunks[-1])
-        if write.checkpoint is not None:
-            self._end_checkpoint(write.checkpoint, write.touch, has_checkpoint)
+        written = [*self._written_chunks(write, count), *(self._written_pieces(write) if has_checkpoint else ())]
+        self._edge.promoted(write, True, count + has_checkpoint)
         del writes[id]
-        self._writing.difference_update(write.writing)
-        self._record(write, count)
-        if write.checkpoint is not None and has_checkpoint:
-            self._record_pieces(write.checkpoint)
-        if write.pin is not None:
-            self._pool.unpin(write.pin)
+        for record in written:
+            self._records.write(*record)
 
     def check_valid(self) -> None:
         """Assert every rule that is kept here. For tests."""
-        self._pool.check_valid()
+        self._edge.check_valid()
         self._policy.check_valid()
-        writes = [write for engine in self._engines.values() for write in engine.writes.values()]
-        written = [each for write in writes for each in write.writing]
-        assert self._writing == set(written) and len(self._writing) == len(written), "a key has no writer, or two"
-        slots = [slot for write in writes for slot in self._pool.blocks_of(write.chunks)]
-        slots += [slot for write in writes if write.checkpoint for _, own in write.checkpoint.pieces for slot in own]
-        shared = self._pool.statistics().writing - len(slots)  # pieces that a checkpoint shares which is being written
-        assert len(set(slots)) == len(slots) and shared >= 0, "a slot was lost, or has two writers"
+        writes = [write.id for engine in self._engines.values() for write in engine.writes.values()]
+        assert sorted(writes) == sorted(each.id for each in self._edge.ledger), "a write has no engine, or two"
 
     # Details
 
@@ -257,44 +228,37 @@ class Keeper:
         if len(self._pool.missing(names[first:])) < len(names) - first:
             raise MisuseError("a chunk of this prompt is that of another prompt, too")
 
-    def _record(self, write: _Write, count: int) -> None:
-        """Records of the first `count` chunks."""
-        above = None if write.pin is None else self._pool.key(write.parent)
-        slots, width = self._pool.blocks_of(write.chunks[:count]), self.planner.host_blocks_per_chunk
-        for at, name in enumerate(write.names[:count]):
-            parent = None if above is None else above[:KEY_BYTES]
-            self._records.write(slots[at * width : at * width + width], name[KEY_BYTES:], name[:KEY_BYTES], parent)
-            above = name
+    # Writes
 
-    # Checkpoints
-
-    def _record_pieces(self, checkpoint: _Checkpoint) -> None:
-        for (name, group, block), slots in checkpoint.pieces:
-            below = checkpoint.name[:KEY_BYTES]
-            self._records.write(slots, name[KEY_BYTES:], name[:KEY_BYTES], below, group, block)
-
-    def _missing_checkpoint(self, names: Sequence[bytes]) -> list[PieceNeed] | None:
-        """The pieces of the checkpoint after these chunks; None if it is here, or resuming there takes none."""
+    def _missing_checkpoint(self, names: Sequence[bytes]) -> CheckpointAt | None:
+        """The checkpoint after these chunks; None if it is here, or resuming there takes none."""
         if not self.planner.needs_checkpoint(len(names)) or self._pool.find(checkpoint_key(names[-1])) is not None:
             return None
-        return self._coordinator.needs(self._coordinator.checkpoint_at(names, len(names)))
+        return self._coordinator.checkpoint_at(names, len(names))
 
-    def _is_written(self, name: bytes, needs: Sequence[PieceNeed]) -> bool:
+    def _is_written(self, checkpoint: CheckpointAt) -> bool:
         """Whether somebody is writing this checkpoint, or a piece of it."""
-        return checkpoint_key(name) in self._writing or any(need.key in self._writing for need in needs)
+        writing = self._edge.ledger.writing
+        needs = self._coordinator.needs(checkpoint)
+        return checkpoint_key(checkpoint.tail[-1]) in writing or any(need.key in writing for need in needs)
 
-    def _checkpoint(self, node: int, name: bytes, needs: Sequence[PieceNeed]) -> _Checkpoint:
-        own = zip(needs, self._pool.checkpoints.to_write(node), strict=True)
-        return _Checkpoint(node, name, [(need.key, slots) for need, slots in own if slots is not None])
-
-    def _granted_pieces(self, checkpoint: _Checkpoint | None) -> list[Sequence[int]] | None:
-        if checkpoint is None:
+    def _granted_pieces(self, write: Promotion) -> list[Sequence[int]] | None:
+        if write.chain.checkpoint is None:
             return None
-        return [slots or () for slots in self._pool.checkpoints.to_write(checkpoint.node)]
+        return [slots or () for slots in self._pool.checkpoints.to_write(write.nodes[-1])]
 
-    def _end_checkpoint(self, checkpoint: _Checkpoint, touch: Any, is_written: bool) -> None:
-        chunk = self._pool.find(checkpoint.name)
-        if is_written and chunk is not None:
-            self._pool.commit([checkpoint.node], [checkpoint_key(checkpoint.name)], chunk, touch)
-        else:
-            self._pool.abort([checkpoint.node])
+    def _written_chunks(self, write: Promotion, count: int) -> Iterator[_Record]:
+        """Records of its first `count` chunks."""
+        above = write.chain.parent_key
+        for chunk, name in zip(write.nodes[:count], write.chain.keys, strict=False):
+            parent = None if above is None else above[:KEY_BYTES]
+            yield self._pool.blocks_of((chunk,)), name[KEY_BYTES:], name[:KEY_BYTES], parent, CHUNK, 0
+            above = name
+
+    def _written_pieces(self, write: Promotion) -> Iterator[_Record]:
+        """Records of the pieces of its checkpoint that no other one has."""
+        below, node, checkpoints = write.keys[-1][:KEY_BYTES], write.nodes[-1], self._pool.checkpoints
+        for need, slots in zip(checkpoints.needs(node), checkpoints.to_write(node), strict=True):
+            if slots is not None:
+                name, group, block = cast(tuple[bytes, int, int], need.key)
+                yield slots, name[KEY_BYTES:], name[:KEY_BYTES], below, group, block

@@ -70,7 +70,6 @@ class Completion:
         whose chunks can be found since then.
         """
         self._ledger.promoted(store, ok and good > 0)
-        self._device.release(store.hold)
         if store.succeeded:
             self._shorten(store, good)
         return self._complete_stores([store])

@@ -163,8 +163,8 @@ class StorePlanner:
         return transfer, stop
 
     def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Promotion | None:
-        """Host blocks for as many first nodes of a chain as find room: their bytes come from the tier below, and not
-        from the device. None, if none do.
+        """Host blocks for as many first nodes of a chain as find room: their bytes come from elsewhere, and not from
+        the device. None, if none do.
         """
         needs = self._needs(chain)
         follows = self._writers(chain, needs or ())
@@ -178,7 +178,7 @@ class StorePlanner:
             transfer = Promotion(
                 self.ledger.new_plan(Direction.STORE, (), 0),
                 chain.first(len(nodes)),
-                hold=self.device.hold(()),
+                hold=None,
                 pin=pin,
                 nodes=nodes,
                 touch=touch,

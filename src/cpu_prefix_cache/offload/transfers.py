@@ -71,8 +71,8 @@ class StoreTransfer(Transfer):
 
 
 class Promotion(StoreTransfer):
-    """A store whose bytes the tier below host memory reads. No rank gets it: it is MOVING from the beginning, and lands
-    when the tier reports it.
+    """A store whose bytes come from elsewhere: the tier below host memory, or an engine of a keeper. No rank gets it:
+    it is MOVING from the beginning, and lands when that reports it.
     """
 
     __slots__ = ()
@@ -237,7 +237,8 @@ class TransferLedger:
 
     def remove(self, transfer: Transfer) -> Sequence[StoreTransfer]:
         """Forget a transfer that is resolved. The stores that followed it, which do so no more."""
-        self._resolved.append(transfer.id)
+        if not isinstance(transfer, Promotion):
+            self._resolved.append(transfer.id)
         del self._open[transfer.id]
         self.loads.pop(transfer.id, None)
         self._forget_keys(transfer)

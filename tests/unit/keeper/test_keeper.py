@@ -227,6 +227,15 @@ def test_a_chunk_whose_parent_has_no_record_is_a_free_slot():
     assert len(node.takes(B, "xyz")[1].slots) == 3
 
 
+def test_the_chunk_above_a_write_stays():
+    node = Node(slots=3)
+    node.stores(A, "a")
+    id, _ = node.takes(A, "ab")
+    assert len(node.takes(B, "xyz")[1].slots) == 1
+    node.keeper.commit(A, id, 1, False)
+    assert node.finds(A, "ab") == 2
+
+
 def test_a_slot_that_was_written_to_when_the_keeper_ended_holds_nothing():
     node = Node(slots=3)
     node.stores(A, "abc")
