@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from mmap import mmap
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory import shared_file
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.node.hello import RETRY_SECONDS, connect, greet
-from cpu_prefix_cache.node.presence import OwnPresence
+from cpu_prefix_cache.node.presence import lock
 
 BAR = 10.0
 NUMBER = 1  # of the engine
@@ -91,7 +90,7 @@ def main() -> None:
     block_bytes = parse_bytes(options.block_bytes)
     files = full_pool(parse_bytes(options.host_bytes), block_bytes, options.chunks)
     num_slots = os.fstat(files[0]).st_size // block_bytes
-    with tempfile.TemporaryDirectory() as folder, closing(OwnPresence(files[1], NUMBER)):
+    with tempfile.TemporaryDirectory() as folder, open(lock(files[1], NUMBER), "rb"):
         path = str(Path(folder) / "kv.sock")
         with socket.socket(socket.AF_UNIX) as before:
             before.bind(path)  # what a keeper that was killed leaves behind

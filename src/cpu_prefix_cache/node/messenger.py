@@ -163,7 +163,7 @@ class SocketMessenger:
                 connected = self._next_connection()
             except ConfigurationError as refused:
                 logger.error("%s; nothing is found or kept from now on", refused)
-                self._seat.presence.close()
+                self._seat.leave()
                 return None
             except (OSError, ProtocolError) as failed:
                 logger.debug("the keeper at %s: %s", self._path, failed)

@@ -10,39 +10,26 @@ that an engine forks shares it: the engine counts as there until that has ended,
 import fcntl
 import os
 import struct
-from typing import Self
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 _LOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, process
 
 
-class OwnPresence:
-    """This engine's lock, on the byte `number` of `file`. Raises ConfigurationError where it cannot be taken."""
-
-    def __init__(self, file: int, number: int) -> None:
-        try:
-            self.file = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as failed:
-            raise ConfigurationError(f"the records of the pool cannot be opened here: {failed}") from failed
-        try:
-            fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
-        except OSError as failed:
-            os.close(self.file)
-            raise ConfigurationError(f"engine {number} of the pool is locked by another one: {failed}") from failed
-
-    @classmethod
-    def taken(cls, file: int) -> Self:
-        """The lock that another process of this engine has, and this one from now on, too."""
-        own = cls.__new__(cls)
-        own.file = file
-        return own
-
-    def close(self) -> None:
-        """May be called again."""
-        own, self.file = self.file, -1
-        if own >= 0:
-            os.close(own)
+def lock(file: int, number: int) -> int:
+    """This engine's lock, on the byte `number` of `file`, by a descriptor: it ends when that is closed, and all that
+    other processes have of it. Raises ConfigurationError where it cannot be taken.
+    """
+    try:
+        own = os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as failed:
+        raise ConfigurationError(f"the records of the pool cannot be opened here: {failed}") from failed
+    try:
+        fcntl.fcntl(own, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+    except OSError as failed:
+        os.close(own)
+        raise ConfigurationError(f"engine {number} of the pool is locked by another one: {failed}") from failed
+    return own
 
 
 def is_present(file: int, number: int) -> bool:

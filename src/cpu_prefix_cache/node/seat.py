@@ -23,7 +23,7 @@ from cpu_prefix_cache.keeper.protocol import NOBODY, Kind, Message, ProtocolErro
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES, RETRY_SECONDS, SEND_SECONDS, close_files, connect, greet
-from cpu_prefix_cache.node.presence import OwnPresence
+from cpu_prefix_cache.node.presence import lock
 
 TAKE_SECONDS = 60.0  # for which both sides wait for each other when they have met
 _TAKEN = b"."
@@ -36,7 +36,7 @@ class Seat:
 
     connected: socket.socket
     files: tuple[int, ...]
-    presence: OwnPresence
+    lock: int  # a descriptor (presence.py); -1: it was closed
     number: int
     num_slots: int
     block_bytes: int
@@ -66,9 +66,9 @@ class Seat:
             connected = undo.enter_context(connect(path))
             welcome = greet(connected, hello, (), lambda: time.monotonic() > deadline)
             undo.callback(close_files, welcome.files)
-            presence = OwnPresence(welcome.files[1], welcome.number)
+            own = lock(welcome.files[1], welcome.number)
             undo.pop_all()
-        return cls(connected, tuple(welcome.files), presence, welcome.number, welcome.num_slots, hello.numbers[0])
+        return cls(connected, tuple(welcome.files), own, welcome.number, welcome.num_slots, hello.numbers[0])
 
     def give(self, address: str, note: bytes, takers: int = 1) -> None:
         """Hand it on, with a note, to so many processes of this user that take it at `address`, the last of which
@@ -100,7 +100,7 @@ class Seat:
         """Whether it has the seat now. Some connect and go, to see who listens."""
         if user_of(taker) != os.geteuid():
             return False
-        files = [self.connected.fileno(), *self.files, self.presence.file]
+        files = [self.connected.fileno(), *self.files, self.lock]
         taker.settimeout(TAKE_SECONDS)
         try:
             socket.send_fds(taker, [_NUMBERS.pack(self.number, self.num_slots, self.block_bytes)], files)
@@ -133,12 +133,12 @@ class Seat:
             if user_of(giver) != os.geteuid() or len(files) != NUM_FILES + 2 or len(some) != _NUMBERS.size:
                 raise ConfigurationError("the worker of this engine has ended, or is of another user")
             undo.pop_all()
-        line, *pool, lock = files
+        line, *pool, own = files
         connected = socket.socket(fileno=line)
         connected.settimeout(SEND_SECONDS)
         if not decides:
             connected.close()
-        return cls(connected, tuple(pool), OwnPresence.taken(lock), *_NUMBERS.unpack(some)), note
+        return cls(connected, tuple(pool), own, *_NUMBERS.unpack(some)), note
 
     def close(self) -> None:
         """In this process. Nothing of the region is in use here; may be called again."""
@@ -147,6 +147,12 @@ class Seat:
                 self._offer.shutdown(socket.SHUT_RDWR)  # the thread that waits there ends
             self._offer = None
         self.connected.close()
-        self.presence.close()
+        self.leave()
         close_files(self.files)
         self.files = ()
+
+    def leave(self) -> None:
+        """The engine is there no more, as far as this process is concerned. May be called again."""
+        own, self.lock = self.lock, -1
+        if own >= 0:
+            os.close(own)

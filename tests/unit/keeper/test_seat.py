@@ -16,7 +16,7 @@ from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory.shared_file import receive
 from cpu_prefix_cache.node import region as regions
-from cpu_prefix_cache.node.presence import OwnPresence, is_present
+from cpu_prefix_cache.node.presence import is_present, lock
 from cpu_prefix_cache.node.seat import Seat
 from tests.support.host_engine import CHUNK_BYTES, PATIENCE
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
@@ -187,7 +187,7 @@ def test_no_program_that_an_engine_starts_keeps_its_seat(keeper, address):
         worker.give(address, b"")
         with closing(Seat.taken(address)[0]) as taken:
             for seat in worker, taken:
-                files = [*seat.files, seat.presence.file] + [seat.connected.fileno()] * (seat is taken)
+                files = [*seat.files, seat.lock] + [seat.connected.fileno()] * (seat is taken)
                 assert not [file for file in files if os.get_inheritable(file)]
 
 
@@ -219,7 +219,9 @@ def test_without_a_worker_there_is_no_seat(address):
 def test_a_lock_that_another_engine_has_is_refused():
     file = os.memfd_create("records")
     try:
-        with closing(OwnPresence(file, 3)), pytest.raises(ConfigurationError, match="engine 3"):
-            OwnPresence(file, 3)
+        own = lock(file, 3)
+        with pytest.raises(ConfigurationError, match="engine 3"):
+            lock(file, 3)
+        os.close(own)
     finally:
         os.close(file)
