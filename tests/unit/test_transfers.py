@@ -34,7 +34,7 @@ def test_the_last_rank_resolves_it_in_whatever_order(order):
     """S7.7, S7.21, O8.25"""
     ledger = Ledger(3)
     store = ledger.store(b"a")
-    ledger.launch()
+    ledger.step(0)
     assert [ledger.hears(rank, store) for rank in order] == [[], [], [store.id]]
     assert store.succeeded
 
@@ -43,7 +43,7 @@ def test_repeated_reports_do_no_harm():
     """O8.8: ranks are a set, not a count."""
     ledger = Ledger(2)
     store = ledger.store(b"a")
-    ledger.launch()
+    ledger.step(0)
     assert ledger.hears(0, store) == ledger.hears(0, store) == ledger.hears(0, store) == []
     assert ledger.hears(1, store) == [store.id]
     assert ledger.hears(1, store) == []
@@ -56,7 +56,7 @@ def test_reports_of_strangers_and_of_what_was_not_sent_are_ignored():
     store = ledger.store(b"a")
     assert ledger.hears(0, store) == []
     assert list(ledger.report(0, [77], True)) == []
-    ledger.launch()
+    ledger.step(0)
     assert ledger.hears(0, store) == [store.id]
 
 
@@ -64,7 +64,7 @@ def test_reports_of_strangers_and_of_what_was_not_sent_are_ignored():
 def test_one_failure_fails_it(bad):
     ledger = Ledger(2)
     store = ledger.store(b"a")
-    ledger.launch()
+    ledger.step(0)
     for rank in (0, 1):
         ledger.hears(rank, store, done=rank != bad)
     assert ledger.has_landed(store) and not store.succeeded
@@ -75,7 +75,7 @@ def test_a_failure_outweighs_a_contradictory_report(first):
     """L5.27"""
     ledger = Ledger(2)
     store = ledger.store(b"a")
-    ledger.launch()
+    ledger.step(0)
     ledger.hears(0, store, done=first)
     ledger.hears(0, store, done=not first)
     ledger.hears(1, store)
@@ -117,9 +117,9 @@ def test_a_cancelled_load_is_sent_once_and_still_resolves():
     load = ledger.load(b"a")
     ledger.cancel(load)
     ledger.cancel(load)
-    plans, cancelled = ledger.launch()
-    assert plans == (load.plan,) and cancelled == (load.id,)
-    assert ledger.launch() == ((), ())
+    plan = ledger.step(0)
+    assert plan.transfers == (load.plan,) and plan.cancelled == (load.id,)
+    assert ledger.step(0) == plan._replace(transfers=(), cancelled=())
     assert ledger.hears(0, load, done=False) == [load.id]
 
 

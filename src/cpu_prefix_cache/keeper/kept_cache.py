@@ -284,9 +284,7 @@ class KeptCache:
     def step(self) -> StepPlan:
         """An engine step begins: what is to be copied after the compute of the steps before."""
         self._takes.step(self._ids)
-        plans, cancelled = self._ledger.launch()
-        ledger = self._ledger
-        return StepPlan(self._epoch, plans, cancelled, ledger.resolved_below, ledger.take_resolved())
+        return self._ledger.step(self._epoch)
 
     def catch_up(self) -> None:
         """Nothing: no plan waits for anything here."""
@@ -295,18 +293,12 @@ class KeptCache:
         """A rank has finished transfers. Those that end with this report."""
         if report.ready_blocks is not None:
             self._ready_on[report.rank] = report.ready_blocks
-        for id, slots in report.unfit:
-            transfer = self._ledger.get(id)
-            if transfer is not None:
-                transfer.unfit.update(slots)
         for id in report.late:
             load = self._ledger.loads.get(id)
             if load is not None and not load.is_cancelled:
                 self._counts["loads_failed"] += 1
                 self._ledger.cancel(load)
-        landed = list(self._ledger.report(report.rank, report.failed, done=False))
-        landed += self._ledger.report(report.rank, report.done, done=True)
-        return [self._land(transfer) for transfer in landed]
+        return [self._land(transfer) for transfer in self._ledger.take_in(report)]
 
     def invalidated(self, device_blocks: Iterable[int]) -> None:
         """As CPUPrefixCache."""

@@ -131,8 +131,7 @@ class Edge:
             self.offload.invalidated()  # blocks that leave the device are not stored
         else:
             self.offload.plan()
-        plans, cancelled = self.ledger.launch()
-        return StepPlan(self.epoch, plans, cancelled, self.ledger.resolved_below, self.ledger.take_resolved())
+        return self.ledger.step(self.epoch)
 
     def catch_up(self) -> None:
         """Do what would have delayed the step's plan."""
@@ -154,13 +153,7 @@ class Edge:
             self.break_even.loads_at(report.rank, report.load_bytes_per_second)
         for id in report.late:
             self._completion.late(id)
-        for id, blocks in report.unfit:
-            transfer = self.ledger.get(id)
-            if transfer is not None:
-                transfer.unfit.update(blocks)
-        landed = list(self.ledger.report(report.rank, report.failed, done=False))
-        landed += self.ledger.report(report.rank, report.done, done=True)
-        for transfer in landed:
+        for transfer in self.ledger.take_in(report):
             ok, committed = transfer.succeeded, self._completion.land(transfer)
             yield Ended(transfer, ok, committed, self._completion.has_failed_often(transfer.plan.direction))
 

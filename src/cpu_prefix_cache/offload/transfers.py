@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.pool.block_pool import Pin
 
@@ -181,20 +181,20 @@ class TransferLedger:
         loads = self.loads.values()
         return {block: load.owner for load in loads for copy in load.plan.copies for block in copy.device_blocks}
 
-    def launch(self) -> tuple[tuple[TransferPlan, ...], tuple[int, ...]]:
-        """The plans that go out now, and the ids of loads that are not to be started any more."""
-        if not self._planned and not self._cancelled:
-            return (), ()
-        plans, cancelled = tuple(transfer.plan for transfer in self._planned.values()), tuple(self._cancelled)
-        self._planned, self._cancelled = {}, []
-        return plans, cancelled
+    def step(self, epoch: int) -> StepPlan:
+        """The plan that goes out to the ranks now. `epoch` counts resets."""
+        plans = tuple(transfer.plan for transfer in self._planned.values())
+        plan = StepPlan(epoch, plans, tuple(self._cancelled), self.resolved_below, tuple(self._resolved))
+        self._planned, self._cancelled, self._resolved = {}, [], []
+        return plan
 
-    def take_resolved(self) -> tuple[int, ...]:
-        """The ids that were resolved since the last call."""
-        if not self._resolved:
-            return ()
-        resolved, self._resolved = tuple(self._resolved), []
-        return resolved
+    def take_in(self, report: RankReport) -> list[Transfer]:
+        """A rank has finished transfers. Those for which it was the last rank."""
+        for id, blocks in report.unfit:
+            if (transfer := self.get(id)) is not None:
+                transfer.unfit.update(blocks)
+        landed = [*self.report(report.rank, report.failed, done=False)]
+        return [*landed, *self.report(report.rank, report.done, done=True)]
 
     def report(self, rank: int, ids: Iterable[int], done: bool) -> Iterator[Transfer]:
         """Note what a rank has finished. Yields the transfers for which it was the last rank.
