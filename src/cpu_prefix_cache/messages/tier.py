@@ -9,7 +9,7 @@ the store's answer comes back with a report.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from cpu_prefix_cache.messages.plan import Label, RankReport, StepPlan
 
@@ -94,6 +94,10 @@ class BlockName(NamedTuple):
     @property
     def spelled(self) -> bytes:
         return self.key + self.number.to_bytes(1, "little")
+
+    @classmethod
+    def of(cls, spelled: bytes) -> Self:
+        return cls(spelled[:-1], spelled[-1])
 
 
 class TierReport(NamedTuple):

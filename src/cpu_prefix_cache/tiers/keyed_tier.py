@@ -18,15 +18,16 @@ slots are what this process remembers of it, and unknown names are asked for (`k
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.generations import begin_of, range_of
-from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label, StepPlan, TransferPlan
+from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label, TransferPlan
 from cpu_prefix_cache.messages.tier import BlockName, Found, TierPlan, TierReport
+from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.tiers.keyed_questions import KeyedQuestions
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS, STORE_PAUSE_SECONDS
 
@@ -50,19 +51,6 @@ class KeyedTierStatistics(NamedTuple):
     unsaved: int
 
 
-@dataclass(slots=True)
-class _Moving:
-    """A job on its way: `nodes[i]` of the pool, which is also a slot, holds `names[i]`."""
-
-    job: int
-    names: Sequence[BlockName]
-    nodes: Sequence[int]
-    lost: Collection[BlockName]
-    epoch: int
-    since: float
-    pin: Pin | None = None  # of a load
-
-
 class KeyedTier:
     """`slots` slots below `host_blocks` host blocks of `block_bytes` bytes, for one rank. With `ask_seconds` it is a
     store that others write, too, and so long an answer is awaited.
@@ -83,13 +71,9 @@ class KeyedTier:
         self._breakers = {direction: _Breaker(direction, pause) for direction in Direction}
         self._questions = None if ask_seconds is None else KeyedQuestions(ask_seconds)
         self._revision: str | None = None  # as the last reset has named it
-        self._transfers: dict[int, _Moving] = {}  # by their numbers, in the order in which they began
-        self._loads: dict[int, float] = {}  # of these, when each began
-        self._writing: dict[BlockName, None] = {}
-        self._new: list[TransferPlan] = []
-        self._resolved: list[int] = []
+        self._ledger = TransferLedger(ranks=1)  # a node of the pool is also a slot
+        self._jobs: dict[int, JobEnded] = {}  # by transfer, with what they had lost before
         self._ended: list[JobEnded] = []
-        self._next_id = 0
         self._counts = Counter[str]()
 
     # Looking
@@ -113,9 +97,10 @@ class KeyedTier:
     def check_valid(self) -> None:
         """Assert every rule that is kept here. For tests."""
         self._pool.check_valid()
-        waiting = [node for each in self._transfers.values() if each.pin is None for node in each.nodes]
+        waiting = [node for store in self._ledger.stores() for node in store.nodes]
         assert len(set(waiting)) == len(waiting), "a slot is written twice"
-        assert all(self._pool.find(name.spelled) is None for name in self._writing), "a name is here and being written"
+        written = {key for store in self._ledger.stores() if not store.is_cancelled for key in store.keys}
+        assert len(self._pool.missing(written)) == len(written), "a name is here and being written"
 
     # Jobs
 
@@ -142,22 +127,22 @@ class KeyedTier:
         for node in nodes:
             self._generations[node] = self._next
             self._next += 1
-        self._writing.update(dict.fromkeys(taken))
-        transfer = _Moving(job, taken, nodes, lost, self._epoch, self._now)
-        self._begin(Direction.STORE, transfer, [wanted[name] for name in taken])
+        plan = self._plan(Direction.STORE, taken, nodes, [wanted[name] for name in taken])
+        self._begin(JobEnded(job, frozenset(lost)), StoreTransfer(plan, _chain(taken), hold=None, nodes=nodes))
 
     def load(self, job: int, names: Sequence[BlockName], blocks: Sequence[int]) -> None:
         """Fill these host blocks. What those hold whose names are lost is undefined."""
         wanted = dict(zip(names, blocks, strict=True)) if self._can_be_read else {}
         here = {name: node for name in wanted if (node := self._pool.find(name.spelled)) is not None}
-        nodes = [*here.values()]
-        transfer = _Moving(job, [*here], nodes, {*names} - here.keys(), self._epoch, self._now)
-        if nodes:
-            transfer.pin = self._pool.pin(*nodes)
-        self._begin(Direction.LOAD, transfer, [wanted[name] for name in here])
+        plan = self._plan(Direction.LOAD, [*here], [*here.values()], [wanted[name] for name in here])
+        pin, deadline = self._pool.pin(*here.values()), self._now + STALL_SECONDS
+        load = LoadTransfer(plan, _chain([*here]), hold=None, pin=pin, deadline=deadline)
+        self._begin(JobEnded(job, frozenset({*names} - here.keys())), load)
 
     def reset(self, revision: str | None = None) -> None:
         """The weights are others, or may be: those of `revision`, or nobody else's."""
+        for transfer in self._ledger:
+            self._ledger.cancel(transfer)
         self._pool.reset()
         self._revision = revision
         if self._questions is not None:
@@ -165,16 +150,12 @@ class KeyedTier:
         self._epoch += 1
         self._was_reset = not self._is_open
         self._first = self._next = begin_of(range_of(self._next) + 1)
-        self._writing.clear()
 
     # Messages
 
     def plan(self) -> TierPlan:
         """Work that is to begin now."""
-        oldest = next(iter(self._transfers), self._next_id)
-        step = StepPlan(self._epoch, tuple(self._new), (), oldest, tuple(self._resolved))
-        self._new, self._resolved = [], []
-        plan = TierPlan(step, self._first, self._taken, revision=self._revision)
+        plan = TierPlan(self._ledger.step(self._epoch), self._first, self._taken, revision=self._revision)
         if self._questions is None:
             return plan
         return plan._replace(asks=self._questions.take_new(), told_below=self._questions.told_below)
@@ -187,10 +168,8 @@ class KeyedTier:
             self._take_in(report)
         if self._questions is not None:
             self._remember(*self._questions.told(report.told))
-        transfers = report.transfers
-        refused = dict(transfers.unfit)
-        for id in sorted((transfers.done | transfers.failed) & self._transfers.keys()):
-            self._end(id, id in transfers.done, refused.get(id, ()))
+        for transfer in self._ledger.take_in(report.transfers):
+            self._end(transfer)
         ended, self._ended = self._ended, []
         return ended
 
@@ -198,75 +177,72 @@ class KeyedTier:
 
     @property
     def _can_be_read(self) -> bool:
-        oldest = next(iter(self._loads.values()), self._now)
-        return self._breakers[Direction.LOAD].is_closed(self._now) and self._now < oldest + STALL_SECONDS
+        oldest = next(iter(self._ledger.loads.values()), None)
+        hangs = oldest is not None and self._now >= oldest.deadline
+        return self._breakers[Direction.LOAD].is_closed(self._now) and not hangs
 
     @property
     def _can_be_written(self) -> bool:
         is_open = self._is_whole and self._breakers[Direction.STORE].is_closed(self._now)
-        return is_open and len(self._writing) < self._may_wait
+        return is_open and len(self._ledger.writing) < self._may_wait
 
     def _is_known(self, name: BlockName) -> bool:
-        return name in self._writing or self._pool.find(name.spelled) is not None
+        return name.spelled in self._ledger.writing or self._pool.find(name.spelled) is not None
 
-    def _begin(self, direction: Direction, transfer: _Moving, blocks: Sequence[int]) -> None:
-        if not transfer.nodes:
-            self._ended.append(JobEnded(transfer.job, frozenset(transfer.lost)))
-            return
-        copies = tuple(self._copies(transfer, blocks))
-        self._new.append(TransferPlan(self._next_id, direction, copies, len(blocks) * self._block_bytes))
-        self._transfers[self._next_id] = transfer
-        if direction is Direction.LOAD:
-            self._loads[self._next_id] = transfer.since
-        self._next_id += 1
+    def _begin(self, job: JobEnded, transfer: Transfer) -> None:
+        """`job` as it ends if all goes well."""
+        if transfer.plan.copies:
+            self._jobs[transfer.id] = job
+            self._ledger.add(transfer)
+        else:
+            self._ended.append(job)
 
-    def _copies(self, transfer: _Moving, blocks: Sequence[int]) -> Iterator[GroupCopy]:
-        for number in sorted({name.number for name in transfer.names}):
-            at = [at for at, name in enumerate(transfer.names) if name.number == number]
-            slots = tuple(transfer.nodes[each] for each in at)
-            labels = tuple(self._label(transfer.names[each], transfer.nodes[each]) for each in at)
-            yield GroupCopy(number, slots, tuple(blocks[each] for each in at), labels)
+    def _plan(
+        self, direction: Direction, names: Sequence[BlockName], slots: Sequence[int], blocks: Sequence[int]
+    ) -> TransferPlan:
+        copies = tuple(self._copies(names, slots, blocks))
+        return self._ledger.new_plan(direction, copies, len(blocks) * self._block_bytes)
+
+    def _copies(self, names: Sequence[BlockName], slots: Sequence[int], blocks: Sequence[int]) -> Iterator[GroupCopy]:
+        for number in sorted({name.number for name in names}):
+            at = [at for at, name in enumerate(names) if name.number == number]
+            labels = tuple(self._label(names[each], slots[each]) for each in at)
+            yield GroupCopy(number, tuple(slots[each] for each in at), tuple(blocks[each] for each in at), labels)
 
     def _label(self, name: BlockName, slot: int) -> Label:
         return Label(name.key, b"", name.number, 0, 0, self._generations[slot])
 
-    def _end(self, id: int, is_done: bool, refused: Collection[int]) -> None:
-        transfer = self._transfers.pop(id)
-        self._loads.pop(id, None)
-        self._resolved.append(id)
-        direction = Direction.STORE if transfer.pin is None else Direction.LOAD
-        self._breakers[direction].ended(is_done, self._now)
-        is_good = is_done and transfer.epoch == self._epoch
-        lost = (
-            self._end_store(transfer, is_good)
-            if transfer.pin is None
-            else self._end_load(transfer, transfer.pin, is_good, refused)
-        )
-        self._ended.append(JobEnded(transfer.job, frozenset([*transfer.lost, *lost])))
+    def _end(self, transfer: Transfer) -> None:
+        self._ledger.remove(transfer)
+        if not transfer.is_cancelled:
+            self._breakers[transfer.plan.direction].ended(transfer.succeeded, self._now)
+        lost: Iterable[bytes] = ()
+        if isinstance(transfer, StoreTransfer):
+            lost = self._end_store(transfer)
+        elif isinstance(transfer, LoadTransfer):
+            lost = self._end_load(transfer)
+        job = self._jobs.pop(transfer.id)
+        self._ended.append(job._replace(lost=job.lost.union(map(BlockName.of, lost))))
 
-    def _end_store(self, transfer: _Moving, is_good: bool) -> Sequence[BlockName]:
-        if transfer.epoch == self._epoch:
-            for name in transfer.names:
-                del self._writing[name]
-        if not is_good:
-            self._pool.abort(transfer.nodes)
-            return transfer.names
-        for name, node in zip(reversed(transfer.names), reversed(transfer.nodes), strict=True):
-            self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
+    def _end_store(self, store: StoreTransfer) -> Sequence[bytes]:
+        if not store.succeeded:
+            self._pool.abort(store.nodes)
+            return store.keys
+        for key, node in zip(reversed(store.keys), reversed(store.nodes), strict=True):
+            self._pool.commit([node], [key], self._pool.root, self._pool.touch(None))
         return ()
 
-    def _end_load(self, transfer: _Moving, pin: Pin, is_good: bool, refused: Collection[int]) -> Sequence[BlockName]:
-        self._counts["refused"] += len(refused)
-        self._pool.unpin(pin)
-        lost = [
-            (name, node)
-            for name, node in zip(transfer.names, transfer.nodes, strict=True)
-            if not is_good or node in refused
-        ]
-        for name, node in lost:
-            if self._pool.find(name.spelled) == node:
+    def _end_load(self, load: LoadTransfer) -> Sequence[bytes]:
+        self._counts["refused"] += len(load.unfit)
+        if load.pin is None:
+            return ()
+        self._pool.unpin(load.pin)
+        read = zip(load.keys, load.pin.blocks, strict=True)
+        lost = {key: node for key, node in read if not load.succeeded or node in load.unfit}
+        for key, node in lost.items():
+            if self._pool.find(key) == node:
                 self._pool.withdraw(node)
-        return [name for name, _ in lost]
+        return [*lost]
 
     def _remember(self, found: Sequence[BlockName], has_answered: bool | None) -> None:
         """The store has these, of which answers about one key may name some twice."""
@@ -301,6 +277,10 @@ class KeyedTier:
         self._pool.commit(nodes, [name.spelled], self._pool.root, self._pool.touch(None))
         for slot in found.slots:
             self._generations[slot] = found.label.generation
+
+
+def _chain(names: Sequence[BlockName]) -> Chain:
+    return Chain(None, [name.spelled for name in names])
 
 
 class _Breaker:
