@@ -64,6 +64,9 @@ class Granted(NamedTuple):
         return cls(first, slots, bool(try_again), pieces or None)
 
 
+NO_SLOTS = Granted(0, ())
+
+
 def check_answered(asked: Message | None, answer: Message, pool_slots: int, planner: HybridChunkPlanner) -> None:
     """Raise ProtocolError unless this is an answer to that question, of this model in a pool of so many slots."""
     if asked is None or answer.kind is not ANSWERS[asked.kind]:

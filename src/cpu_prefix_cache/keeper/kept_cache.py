@@ -33,7 +33,7 @@ from cpu_prefix_cache.keeper.messenger import Messenger
 from cpu_prefix_cache.keeper.protocol import Kind, ProtocolError
 from cpu_prefix_cache.keeper.questions import Question, Questions
 from cpu_prefix_cache.keeper.shape import KINDS, MOST_GROUPS, MOST_PARTS, planner_of, spelled
-from cpu_prefix_cache.keeper.takes import Takes, Write
+from cpu_prefix_cache.keeper.takes import Take, Takes
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
@@ -78,7 +78,7 @@ class _Load(LoadTransfer):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Store(Transfer):
-    write: Write
+    take: Take
 
 
 class KeptCache:
@@ -187,8 +187,8 @@ class KeptCache:
         for connection, message in self._messenger.answers():
             if message.kind is Kind.RAN:
                 self._questions.answered(connection, message)
-            elif message.kind is Kind.TOOK and (write := self._takes.answered(message)) is not None:
-                self._plan_store(write)
+            elif message.kind is Kind.TOOK and (take := self._takes.answered(message)) is not None:
+                self._plan_store(take)
             elif message.kind is Kind.COUNTED:
                 self._pool_counts.answered(message)
         self._questions.passed(now)
@@ -414,23 +414,23 @@ class KeptCache:
             running.known = max(running.known, end)
             running.stored.add(depth)
 
-    def _plan_store(self, write: Write) -> None:
-        granted = write.granted
-        is_ready = max(granted.all_slots) < self._ready
-        if not is_ready or self.is_off or not self._messenger.begin_use(write.take.connection):
-            self._takes.end(write.take, 0)
+    def _plan_store(self, take: Take) -> None:
+        is_ready = max(take.granted.all_slots) < self._ready
+        if not is_ready or self.is_off or not self._messenger.begin_use(take.connection):
+            self._takes.end(take, 0)
             return
-        copies = self._store_copies(write)
+        copies = self._store_copies(take)
         plan = self._ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies))
-        self._ledger.add(_Store(plan, Chain(None, write.keys), hold=None, write=write))
+        self._ledger.add(_Store(plan, Chain(None, take.keys[take.first :]), hold=None, take=take))
 
-    def _store_copies(self, write: Write) -> tuple[GroupCopy, ...]:
-        granted, copies = write.granted, list[GroupCopy]()
-        if granted.pieces is not None and write.take.pieces is not None:
+    def _store_copies(self, take: Take) -> tuple[GroupCopy, ...]:
+        granted, copies = take.granted, list[GroupCopy]()
+        if granted.pieces is not None and take.pieces is not None:
             pieces = [slots or None for slots in granted.pieces]
-            copies += self._copies.checkpoint_copies(len(write.take.keys), pieces, write.take.pieces)
+            copies += self._copies.checkpoint_copies(len(take.keys), pieces, take.pieces)
         if granted.slots:
-            copies += self._copies.of_chunks(granted.slots, self._copies.chunk_blocks_by_group(write.blocks))
+            blocks = [*chain.from_iterable(take.blocks)]
+            copies += self._copies.of_chunks(granted.slots, self._copies.chunk_blocks_by_group(blocks))
         return tuple(copies)
 
     def _land(self, transfer: Transfer) -> Resolved:
@@ -468,18 +468,19 @@ class KeptCache:
 
     def _land_store(self, store: _Store) -> None:
         """A checkpoint is committed if all of the store is as it should be."""
-        write, width = store.write, self.planner.host_blocks_per_chunk
-        slots = write.granted.slots
+        take, width = store.take, self.planner.host_blocks_per_chunk
+        slots = take.granted.slots
         fit = next((at for at, slot in enumerate(slots) if slot in store.unfit), len(slots)) // width
         good = fit if store.succeeded else 0
-        has_checkpoint = write.has_checkpoint and store.succeeded and not store.unfit
-        self._takes.end(write.take, good, has_checkpoint)
+        was_granted = take.granted.pieces is not None
+        has_checkpoint = was_granted and store.succeeded and not store.unfit
+        self._takes.end(take, good, has_checkpoint)
         self._messenger.end_use()
         self._counts["chunks_stored"] += good
         self._counts["checkpoints_stored"] += has_checkpoint
-        nodes = write.chunks + write.has_checkpoint
+        nodes = len(take.blocks) + was_granted
         self._counts["bytes_stored"] += store.plan.num_bytes * (good + has_checkpoint) // nodes
-        self._counts["store_unfit"] += write.chunks - fit
+        self._counts["store_unfit"] += len(take.blocks) - fit
         self._counts["stores_failed"] += not all(store.reports.values())
         self._counts["store_cancelled"] += fit - good
 

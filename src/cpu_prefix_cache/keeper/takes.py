@@ -2,7 +2,7 @@
 
     held       the device keeps the blocks of what the pool may lack
     open       `take` went out
-    granted    slots for what nobody has, or writes: a *write*, which is copied by the ranks
+    granted    slots for what nobody has, or writes: it shrinks to that, which is copied by the ranks
     again      another engine, or another request, is writing some of it: sent again in the next step
     dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends
 
@@ -11,9 +11,9 @@ Blocks are held for TAKE_SECONDS at most, and until a write has ended.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from cpu_prefix_cache.keeper.answers import Granted
+from cpu_prefix_cache.keeper.answers import NO_SLOTS, Granted
 from cpu_prefix_cache.keeper.messenger import Messenger
 from cpu_prefix_cache.keeper.protocol import Kind, Message
 from cpu_prefix_cache.offload.device import Device
@@ -35,29 +35,7 @@ class Take:
     pieces: Sequence[Sequence[int]] | None
     hold: Any
     deadline: float
-
-
-class Write(NamedTuple):
-    """Chunks of a take from number `first` on, so many, and the checkpoint or not: what slots were granted for."""
-
-    take: Take
-    first: int
-    chunks: int
-    granted: Granted
-
-    @property
-    def keys(self) -> Sequence[bytes]:
-        return self.take.keys[self.first : self.first + self.chunks]
-
-    @property
-    def blocks(self) -> list[int]:
-        """Device blocks of the chunks, chunk after chunk."""
-        skipped = self.first - self.take.first
-        return [block for chunk in self.take.blocks[skipped : skipped + self.chunks] for block in chunk]
-
-    @property
-    def has_checkpoint(self) -> bool:
-        return self.granted.pieces is not None
+    granted: Granted = NO_SLOTS  # for all of it
 
 
 class Takes:
@@ -93,14 +71,16 @@ class Takes:
         self._ask(Take(id, self._messenger.connection, keys, first, blocks, pieces, hold, now + TAKE_SECONDS))
         return len(keys)
 
-    def answered(self, message: Message) -> Write | None:
-        """A keeper has answered. What may be written; None for nothing."""
+    def answered(self, message: Message) -> Take | None:
+        """A keeper has answered. The part of the take that may be written; None for nothing."""
         take = self._open.pop(message.id, None)
         if take is None:
             return None  # dropped meanwhile, and with it what was granted
         granted = Granted.of(message.numbers)
         if granted.all_slots and granted.first >= take.first:
-            return Write(take, granted.first, len(granted.slots) // self._slots_per_chunk, granted)
+            chunks, skipped = len(granted.slots) // self._slots_per_chunk, granted.first - take.first
+            keys, blocks = take.keys[: granted.first + chunks], take.blocks[skipped : skipped + chunks]
+            return replace(take, keys=keys, first=granted.first, blocks=blocks, granted=granted)
         if granted.try_again:
             self._again.append(take)
         elif granted.pieces is not None and not granted.all_slots:  # of the checkpoint other ones have all pieces
