@@ -54,6 +54,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 	$(BIN)/towncrier build --draft --version next > /dev/null
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 
 # Fragments of docs/changes become a part of CHANGELOG.md: `make changelog VERSION=0.3.0`.
 changelog: $(VENV)/installed
