@@ -23,6 +23,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.messages.plan import Label
+from cpu_prefix_cache.messages.tier import Found
 
 RECORD = struct.Struct(f"=IHHIQ{NAMESPACE_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
 HEADER = struct.Struct("=16sQQ")
@@ -44,17 +46,6 @@ class Run(NamedTuple):
     keys: Sequence[bytes]
 
 
-class PieceFound(NamedTuple):
-    """A piece: number `block` of its group in the chunk `key`. `below` is the chunk whose checkpoint had it first."""
-
-    namespace: bytes
-    key: bytes
-    below: bytes
-    group: int
-    block: int
-    slots: Sequence[int]
-
-
 class _Record(NamedTuple):
     serial: int
     slot: int
@@ -64,6 +55,12 @@ class _Record(NamedTuple):
     parent: bytes
     group: int = CHUNK
     block: int = 0
+
+    @property
+    def label(self) -> Label:
+        """Keys in it are names: those of a namespace."""
+        key, parent = self.key + self.namespace, self.parent + self.namespace
+        return Label(key, parent, self.group, self.place, self.block, self.serial)
 
 
 _Chunk = tuple[int, int, int, bytes, bytes, bytes]  # the first fields of a _Record, which would take longer
@@ -115,7 +112,7 @@ class Records:
         at = HEADER_BYTES + slot * RECORD.size
         self._memory[at : at + RECORD.size] = bytes(RECORD.size)
 
-    def found(self, per_chunk: int, width: Callable[[int], int]) -> tuple[list[Run], list[PieceFound]]:
+    def found(self, per_chunk: int, width: Callable[[int], int]) -> tuple[list[Run], list[Found]]:
         """All that is whole, in the order in which it was written, where a chunk has so many slots, and a piece of a
         group so many; 0: there is none. The next record comes after these.
         """
@@ -127,7 +124,7 @@ class Records:
             records = [_Record(*each) for each in chunks]
             chunks = [each[:6] for item in _items(records, lambda _: per_chunk) for each in item]
         return _runs(chunks, per_chunk), [
-            PieceFound(first.namespace, first.key, first.parent, first.group, first.block, [each.slot for each in item])
+            Found(first.label, tuple([each.slot for each in item]))
             for item in _items(pieces, width)
             for first in item[:1]
         ]

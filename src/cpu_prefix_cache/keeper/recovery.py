@@ -11,9 +11,8 @@ evicted: the bytes of both are right, and the first counts.
 
 from collections.abc import Hashable, Sequence
 
-from cpu_prefix_cache.keeper.records import PieceFound, Records, Run
-from cpu_prefix_cache.messages.request import CheckpointAt
-from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.keeper.records import Records, Run
+from cpu_prefix_cache.messages.tier import Found
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 
@@ -27,14 +26,9 @@ def recover(records: Records, coordinator: KVCacheCoordinator) -> None:
     pool.claim([slots for run in runs for slots in zip(*[iter(run.slots)] * per_chunk, strict=True)])
     for run in runs:
         _take_run(run, coordinator)
-    by_key: dict[Hashable, PieceFound] = {}
-    below = dict[bytes, None]()
-    for piece in pieces:
-        name = piece.key + piece.namespace
-        by_key[name, piece.group, piece.block] = piece
-        below.update(dict.fromkeys((piece.below + piece.namespace, name)))
-    for name in below:
-        _take_checkpoint(name, by_key, coordinator)
+    by_key: dict[Hashable, Found] = {(each.label.key, each.label.group, each.label.block): each for each in pieces}
+    for name in dict.fromkeys(name for each in pieces for name in (each.label.parent, each.label.key)):
+        coordinator.take_in(name, by_key)
 
 
 def named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
@@ -54,17 +48,3 @@ def _take_run(run: Run, coordinator: KVCacheCoordinator) -> None:
     else:
         pool.abort(chunks[:twice])
         pool.commit(chunks[twice:], names[twice:], parent, pool.touch(None))
-
-
-def _take_checkpoint(name: bytes, pieces: dict[Hashable, PieceFound], coordinator: KVCacheCoordinator) -> None:
-    """The checkpoint below the chunk with this name, if all its pieces are in the pool or found."""
-    pool, chunk = coordinator.pool, coordinator.pool.find(name)
-    if chunk is None or pool.find(checkpoint_key(name)) is not None:
-        return
-    depth = pool.depth(chunk)
-    above = pool.keys_of(pool.path(chunk, coordinator.planner.reach(depth)))
-    needs = coordinator.needs(CheckpointAt(depth, tuple(key for key in above if key)))
-    missing = [need.key for need in pool.checkpoints.missing(needs)]
-    if needs and pieces.keys() >= set(missing):
-        slots = [slot for key in missing for slot in pieces.pop(key).slots]
-        pool.commit([pool.claim_checkpoint(slots, needs)], [checkpoint_key(name)], chunk, pool.touch(None))

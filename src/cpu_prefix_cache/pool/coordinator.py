@@ -27,12 +27,15 @@ above its end that has a checkpoint. Where both hold is the intersection of what
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 
 from cpu_prefix_cache.eviction import policy_of
+from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import GroupCopy
 from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.messages.tier import Found
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.pool.block_pool import BlockPool
@@ -166,6 +169,26 @@ class KVCacheCoordinator(GroupCopies):
             PieceNeed((checkpoint.tail[at.chunk - first], at.group, at.block), self._widths[at.group])
             for at in self.planner.checkpoint(checkpoint.depth)
         ]
+
+    def take_in(self, boundary: bytes, pieces: dict[Hashable, Found]) -> Sequence[Found]:
+        """Take in the checkpoint below the chunk with this key, if that is here, and each of its pieces is or was found
+        in blocks that are free. The pieces that were, which are left out of `pieces` from now on.
+        """
+        chunk, key = self.pool.find(boundary), checkpoint_key(boundary)
+        if chunk is None or self.pool.find(key) is not None:
+            return ()
+        depth = self.pool.depth(chunk)
+        above = self.pool.keys_of(self.pool.path(chunk, self.planner.reach(depth)))
+        needs = self.needs(CheckpointAt(depth, tuple(key for key in above if key)))
+        missing = [need.key for need in self.pool.checkpoints.missing(needs)]
+        if not needs or not pieces.keys() >= set(missing):
+            return ()
+        found = [pieces.pop(each) for each in missing]
+        with suppress(MisuseError):  # a block is in use: what it held is written over
+            node = self.pool.claim_checkpoint([block for each in found for block in each.slots], needs)
+            self.pool.commit([node], [key], chunk, self.pool.touch(None))
+            return found
+        return ()
 
     def num_blocks(self, depth: int) -> int:
         """How many blocks of this pool the checkpoint below `depth` chunks takes, shared ones included."""

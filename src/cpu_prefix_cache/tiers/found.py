@@ -11,13 +11,10 @@ taken in.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import CHUNK
-from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.tier import Found
-from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
 
@@ -72,17 +69,5 @@ class FoundBefore:
         yield from ((slot, each.label.generation) for each in new for slot in each.slots)
 
     def _take_checkpoint(self, boundary: bytes) -> Iterator[tuple[int, int]]:
-        chunk, key = self._pool.find(boundary), checkpoint_key(boundary)
-        if chunk is None or self._pool.find(key) is not None:
-            return
-        depth = self._pool.depth(chunk)
-        path = self._pool.path(chunk, self._coordinator.planner.reach(depth))
-        needs = self._coordinator.needs(CheckpointAt(depth, tuple(key for key in map(self._pool.key, path) if key)))
-        missing = [need.key for need in self._pool.checkpoints.missing(needs)]
-        if not needs or any(each not in self._pieces for each in missing):
-            return
-        found = [self._pieces.pop(each) for each in missing]
-        with suppress(MisuseError):  # a slot is in use: what it held is written over
-            node = self._pool.claim_checkpoint([slot for each in found for slot in each.slots], needs)
-            self._pool.commit([node], [key], chunk, self._pool.touch(None))
-            yield from ((slot, each.label.generation) for each in found for slot in each.slots)
+        found = self._coordinator.take_in(boundary, self._pieces)
+        yield from ((slot, each.label.generation) for each in found for slot in each.slots)
