@@ -171,8 +171,8 @@ def test_declined_chunks_are_worth_less_than_those_that_would_leave(
             touch = pool.touch(deepest, chain(prompt), float(now))
             pin = pool.pin() if deepest is None else pool.pin(deepest)
             parent, new = pool.root if deepest is None else deepest, keys[have:]
-            more = pool.choose(parent, new).accepted
-            accepted = pool.choose(parent, new, margin=margin).accepted
+            more = pool.choose(parent, new)
+            accepted = pool.choose(parent, new, margin=margin)
             assert accepted == slow_answer(pool, new, margin) <= more
             gone_first = [pool.key(block) for block in pool.soonest_evicted()]
             before = pool.statistics().evictions
@@ -259,7 +259,7 @@ def stores(pool: BlockPool, chance: random.Random, keys: list[bytes], has_checkp
             both = pool.allocate(len(new), [*new, checkpoint], needs)
             pool.commit(both, [*new, checkpoint], parent, None)
         else:
-            new = new[: pool.choose(parent, new).accepted]
+            new = new[: pool.choose(parent, new)]
             pool.commit(pool.allocate(len(new), new), new, parent, None)
     pool.unpin(pin)
 

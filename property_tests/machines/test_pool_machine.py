@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cpu_prefix_cache import POLICIES, MisuseError
 from cpu_prefix_cache.deciding import BlockPool, PoolExhausted
-from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.pool.states import BlockState
 from property_tests.models.listener import Listener
 from property_tests.models.model import Chunk, Foretold, SlowArc, SlowPool
@@ -66,22 +65,20 @@ class PoolMachine(RuleBasedStateMachine):
         above = self.model.cached(prompt[: len(prompt) - len(names)])
         if asks and above is not None:
             self.pin(above)
-        victims: Victims = ()
         if asks and names:
-            accepted, victims = self.choice(names)
-            names = names[:accepted]
-        self.take(len(names), names, victims)
+            names = names[: self.choice(names)]
+        self.take(len(names), names)
         if len(self.in_state("writing")) >= len(names):
             self.a_request_commits(0, len(names))
         if asks and above is not None:
             self.a_pin_ends(-1)
 
-    def choice(self, names: Sequence[str]) -> Choice:
-        """How many chunks of a request the policy wants, and for what."""
+    def choice(self, names: Sequence[str]) -> int:
+        """How many chunks of a request the policy wants."""
         above = self.model.cached(names[0][:-1])
         before = self.pool.statistics(), list(self.pool.soonest_evicted())
         choice = self.pool.choose(above.block if above else self.pool.root, [name.encode() for name in names])
-        assert choice.accepted == self.model.accepts(names, max(0, len(names) - self.free_chunks))
+        assert choice == self.model.accepts(names, max(0, len(names) - self.free_chunks))
         assert before == (self.pool.statistics(), list(self.pool.soonest_evicted()))
         return choice
 
@@ -120,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Missing chunks of a prompt."""
         return [prompt[:end] for end in range(len(self.model.longest(prompt)) + 1, len(prompt) + 1)]
 
-    def take(self, count: int, names: Sequence[str] = (), victims: Victims = (), *, all_or_none: bool = False) -> None:
+    def take(self, count: int, names: Sequence[str] = (), *, all_or_none: bool = False) -> None:
         """As many chunks as can be had (rule 4)."""
         keys = [name.encode() for name in names]
         order = self.model.eviction_order()
@@ -137,7 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
             blocks = []
             self.model.announce([])
         else:
-            blocks = self.pool.allocate(count, keys) if all_or_none else self.pool.take(count, keys, None, victims)
+            blocks = self.pool.allocate(count, keys) if all_or_none else self.pool.take(count, keys)
             assert len(blocks) == can_have
         assert before - self.found() == set(gone)
         assert names or gone == order[:short]

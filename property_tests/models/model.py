@@ -137,7 +137,7 @@ class Foretold(SlowPool):
         """The pool's answer, checked to leave out no more than find no room."""
         above = self.cached(names[0][:-1])
         parent = above.block if above else self.pool.root
-        accepted: int = self.pool.choose(parent, [name.encode() for name in names]).accepted
+        accepted: int = self.pool.choose(parent, [name.encode() for name in names])
         assert len(names) - count <= accepted <= len(names)
         return accepted
 

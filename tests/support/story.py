@@ -30,7 +30,7 @@ class Shelf:
         touch = self.pool.touch(deepest, keys, self.now, next_use=next_use)
         hold = None if deepest is None else self.pool.pin(deepest)
         parent = self.pool.root if deepest is None else deepest
-        new = keys[have : have + self.pool.choose(parent, keys[have:]).accepted]
+        new = keys[have : have + self.pool.choose(parent, keys[have:])]
         self.pool.commit(self.pool.allocate(len(new), new), new, parent, touch)
         if hold is not None:
             self.pool.unpin(hold)

@@ -19,7 +19,6 @@ from cpu_prefix_cache.deciding import (
     StateGroup,
     WindowGroup,
 )
-from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.testing import Engine as SimulatedEngine
@@ -743,7 +742,7 @@ def test_a_pool_of_chunks_only_has_no_checkpoints():
 def test_a_declined_checkpoint_is_not_stored_in_part(mode):
     """The policy would take its chunks, but these are of no use without it (rule 9)."""
     engine = Engine(FULL, STATE, mode=mode, host=16, device=14, max_tokens=16 * GRID)
-    engine.cache.pool.choose = lambda parent, keys, needs=None, **_: Choice(len(keys) - (needs is not None))
+    engine.cache.pool.choose = lambda parent, keys, needs=None, **_: len(keys) - (needs is not None)
     engine.serves("abcd", keep=[4])
     engine.gpu.allocate(engine.gpu.statistics().free)
     engine.rests()
@@ -770,7 +769,7 @@ def test_a_large_checkpoint_that_has_left_makes_no_room_slower():
     asked, evict, choose = [], pool._policy.evict, pool._policy.choose
     pool._policy.evict = lambda count, *keys: asked.append(count) or evict(count, *keys)
     pool._policy.choose = lambda parent, keys, count, margin: asked.append(count) or choose(parent, keys, count)
-    assert pool.choose(pool.root, [b"x", b"y"]).accepted == 2
+    assert pool.choose(pool.root, [b"x", b"y"]) == 2
     pool.allocate(20)
     assert asked[0] == 2, "two chunks take the room of two nodes, not of a twentieth of the largest one"
     assert len(asked) - 1 <= 2, asked

@@ -16,7 +16,6 @@ from cpu_prefix_cache.deciding import (
 )
 from cpu_prefix_cache.eviction.buckets import Buckets
 from cpu_prefix_cache.eviction.survival import BINS
-from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.offload.lazy import MARGIN
 from cpu_prefix_cache.testing.engine import ATTENTION, GRID, Engine, cache_options, chain
 from property_tests.models.engines import QueueSlots
@@ -841,7 +840,7 @@ def test_a_policy_counts_hits_on_the_device(mode):
 
 def test_a_chunk_that_is_declined_does_not_stop_the_walk():
     engine = Engine("lazy", device=6, host=12, cache=whole_prompts)
-    engine.cache.pool.choose = lambda parent, keys, needs, **_: Choice(0 if keys[0].startswith(b"x") else len(keys))
+    engine.cache.pool.choose = lambda parent, keys, needs, **_: 0 if keys[0].startswith(b"x") else len(keys)
     for prompt in ("xy", "ab", "cd"):
         engine.serves(prompt)
     engine.copies()

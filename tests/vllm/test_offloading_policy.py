@@ -278,7 +278,7 @@ def test_declined_chunks_leave_before_anything_that_is_wanted(monkeypatch):
     manager = managed(4, ADAPTIVE)
     serve(manager, "abcd")
     pool = policy_of(manager)._kept._pool
-    monkeypatch.setattr(pool, "choose", lambda parent, keys: SimpleNamespace(accepted=0))
+    monkeypatch.setattr(pool, "choose", lambda parent, keys: 0)
     assert [serve(manager, text) for text in ("m", "n", "op")] == ["d", "m", "nc"]
     assert policy_of(manager).num_loose == 2
     assert Prompt(manager, "op").hit == 2  # while it is here

@@ -93,7 +93,7 @@ class KeptChunks:
         if wanted:
             parent = self._pool.find(self._above) if self._above is not None else self._pool.root
             run = hashes[start : start + len(wanted)]
-            use.accepted = start + self._pool.choose(parent, run).accepted
+            use.accepted = start + self._pool.choose(parent, run)
             self.place_loose(use, start)
             self._wanted = [hashes[at] for at in wanted if at < use.accepted and not self._is_here(use, at)]
 

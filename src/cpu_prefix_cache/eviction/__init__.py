@@ -12,7 +12,6 @@ from cpu_prefix_cache.eviction.arc import Arc
 from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
 from cpu_prefix_cache.eviction.installed import GROUP, installed_policies, load_policy
 from cpu_prefix_cache.eviction.lru import Lru
-from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 POLICIES: Mapping[str, PolicyFactory] = {"lru": Lru, "arc": Arc, "adaptive": Adaptive}
@@ -37,4 +36,4 @@ def policy_of(name: str, chunk_tokens: int = 1) -> PolicyFactory:
     )
 
 
-__all__ = ["POLICIES", "Adaptive", "Arc", "Choice", "EvictionPolicy", "Lru", "PolicyFactory", "policy_of"]
+__all__ = ["POLICIES", "Adaptive", "Arc", "EvictionPolicy", "Lru", "PolicyFactory", "policy_of"]

@@ -38,7 +38,6 @@ from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.segments import Segment, Segments, enter, leave, segment_ring
 from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, SEVERAL, Forest
-from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.messages.errors import MisuseError
 
 NOBODY: tuple[Rank, Sequence[int]] = ((inf, 0, 0), ())
@@ -220,16 +219,14 @@ class Adaptive(EvictionPolicy):
 
     # Eviction
 
-    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> Choice:
+    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
         coming = self._coming(parent, incoming)
         accepted = len(incoming)
         order = self._order(count, held=parent)
-        runs: list[Sequence[int]] = []
         rank, run = next(order, NOBODY)
         while count > 0 and coming and run:
             own, chunks = coming[-1]
             if (rank[0] * margin, *rank[1:]) <= own:
-                runs.append(run)
                 count -= len(run)
                 if count > 0:
                     rank, run = next(order, NOBODY)
@@ -240,7 +237,7 @@ class Adaptive(EvictionPolicy):
             coming[-1] = own, chunks - declined
             if declined == chunks:
                 coming.pop()
-        return Choice(accepted, runs)
+        return accepted
 
     def _coming(self, parent: int, incoming: Sequence[bytes]) -> list[tuple[Rank, int]]:
         """Segments of the chunks with these keys, from the first on: the rank of each, and the number of its chunks."""
@@ -261,18 +258,17 @@ class Adaptive(EvictionPolicy):
             at += coming[-1][1]
         return coming
 
-    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
-        runs = self._next_runs(count, chosen)
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        runs = self._next_runs(count)
         for run in runs:
             self._evict_run(run)
         self._forget_ghosts()
         return [block for run in runs for block in run]
 
-    def _next_runs(self, count: int, chosen: Victims) -> list[Sequence[int]]:
-        """The runs of the next `count` chunks to leave: those chosen, if they are enough, or new ones."""
-        order = iter(chosen) if sum(map(len, chosen)) >= count else (run for _, run in self._order(count))
-        runs: list[Sequence[int]] = []
-        while count and (run := next(order, ())):
+    def _next_runs(self, count: int) -> list[Sequence[int]]:
+        """The runs of the next `count` chunks to leave."""
+        order, runs = self._order(count), list[Sequence[int]]()
+        while count and (run := next(order, NOBODY)[1]):
             runs.append(run[:count])
             count -= len(runs[-1])
         return runs

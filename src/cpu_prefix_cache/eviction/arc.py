@@ -38,7 +38,6 @@ from cpu_prefix_cache.eviction.outlook import AGAIN, ONCE, Outlook
 from cpu_prefix_cache.eviction.touches import TouchRing, renew
 from cpu_prefix_cache.eviction.two_lists import ArcTouch, TwoLists
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.choice import Choice, Victims
 
 LONGEST_ROW = 32  # ghosts that come back together: what is compared beyond the victims they find is lost time
 LEAST_SHARE = 5  # T1 can have a fifth of the blocks in any case. With a tenth some sizes had .4 points fewer hits
@@ -61,10 +60,7 @@ class Arc(TwoLists):
         other._target, other._ghosts = self._target, self._ghosts
         return other
 
-    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> Choice:
-        return Choice(self._accepted(incoming, count))
-
-    def _accepted(self, incoming: Sequence[bytes], count: int) -> int:
+    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
         once = self._once
         due = max(0, max(int(self._target) + 1, self._capacity // LEAST_SHARE) - once.size)
         strangers = max(0, len(incoming) - count + once.size - once.coming + due)
@@ -105,7 +101,7 @@ class Arc(TwoLists):
                 [ring] = self._destinations
             self._insert([block], [ring], touch)
 
-    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         self._once.passed, self._again.passed = self._once, self._again
         if incoming:
             self._destinations = []

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from cpu_prefix_cache.index.forest import Forest
-from cpu_prefix_cache.messages.choice import Choice, Victims
 
 
 class EvictionPolicy(Protocol):
@@ -44,14 +43,14 @@ class EvictionPolicy(Protocol):
         """These chunks have left the pool beside this one, in this order: none was used more recently."""
         return
 
-    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> Choice:
-        """Which of the chunks with these keys, from the first on, are worth what would have to leave for them.
+    def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
+        """How many of the chunks with these keys, from the first on, are worth what would have to leave for them.
 
         They are to hang below node `parent` (NONE: not known, it is being written), and `count` chunks would leave if
         all of them came. A policy that knows the worth of chunks requires `margin` times the worth of those that would
         leave. Changes nothing. All of them, unless a policy overrides it.
         """
-        return Choice(len(incoming))
+        return len(incoming)
 
     def inserted(self, blocks: Sequence[int], touch: Any, *, ends_in_checkpoint: bool = False) -> None:
         """`blocks`, each below the one before it, were added by the request of this touch: chunks, and at the end
@@ -67,12 +66,11 @@ class EvictionPolicy(Protocol):
     def bared(self, block: int) -> None:
         """The last of the withdrawn chunks below `block` is gone: it may leave again."""
 
-    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """Take the next `count` chunks out of the forest, childless ones first; fewer, if all others are pinned.
 
         `incoming`: the keys of the chunks that room is made for, parents first, if the caller knows them. The last
-        `count` of them need the room, one chunk each; more are evicted after them if `count` is larger. `chosen`: the
-        victims that `choose` named for them, if nothing has changed since.
+        `count` of them need the room, one chunk each; more are evicted after them if `count` is larger.
         """
 
     def announced(self, blocks: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, renew
 from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.choice import Victims
 
 
 class Lru(TouchPolicy):
@@ -52,7 +51,7 @@ class Lru(TouchPolicy):
             self._ring.enter_young(touch, blocks[-1])
         touch.block = blocks[-1]
 
-    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         ring = self._ring
         ring.passed = ring
         victims: list[int] = []

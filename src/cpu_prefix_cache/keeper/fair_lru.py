@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from cpu_prefix_cache.eviction.lru import Lru
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy
 from cpu_prefix_cache.index.forest import Forest
-from cpu_prefix_cache.messages.choice import Victims
 
 MOST_ENGINES = 64
 
@@ -42,7 +41,7 @@ class FairLru(Lru):
         """How many chunks are counted for an engine."""
         return self._rings[engine].size
 
-    def evict(self, count: int, incoming: Sequence[bytes] = (), chosen: Victims = ()) -> list[int]:
+    def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         if cached := self._cached():
             self._capacity = self._num_slots * len(self._forest) // cached
         rings = [ring for ring in self._rings if ring.size]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
-from cpu_prefix_cache.messages.choice import Choice
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.offload.chain import Chain
@@ -93,19 +92,19 @@ class StorePlanner:
             blocks += sum(self.planner.pieces[at.group].device_blocks for at in at_boundary)
         return blocks
 
-    def choose(self, chain: Chain) -> tuple[Choice, Stop | None]:
+    def choose(self, chain: Chain) -> tuple[int, Stop | None]:
         """How many nodes of a chain the host wants, with a checkpoint all or none; and why not all of them."""
         checkpoint = chain.checkpoint
         if checkpoint is not None and not self._coordinator.holds(checkpoint):
             self.refusals += len(chain)
-            return Choice(0), Stop.TOO_LARGE
-        choice = self.pool.choose(self._parent(chain), chain.node_keys, self._needs(chain), margin=self._margin)
-        if choice.accepted == len(chain):
-            return choice, None
+            return 0, Stop.TOO_LARGE
+        wanted = self.pool.choose(self._parent(chain), chain.node_keys, self._needs(chain), margin=self._margin)
+        if wanted == len(chain):
+            return wanted, None
         if checkpoint is not None:
-            choice = Choice(0)
-        self.declined += len(chain) - choice.accepted
-        return choice, Stop.DECLINED
+            wanted = 0
+        self.declined += len(chain) - wanted
+        return wanted, Stop.DECLINED
 
     def plan(
         self,
@@ -123,8 +122,8 @@ class StorePlanner:
         (`BlockPool.exchange`). The transfer covers as many first nodes of the chain as it has keys, and is None if
         there is nothing to store. With it comes why it is not the whole chain, if it is not.
         """
-        choice, stop = self._admitted(chain) if read else self.choose(chain)
-        part = chain.first(choice.accepted)
+        wanted, stop = self._admitted(chain) if read else self.choose(chain)
+        part = chain.first(wanted)
         sources = self._sources(part, self.device.find_all if left is None else lambda keys: [*map(left.get, keys)])
         if sources.num_nodes < len(part):
             stop = Stop.NOT_ON_DEVICE
@@ -139,7 +138,7 @@ class StorePlanner:
             if read:
                 nodes = self.pool.exchange(read[: len(keys)], keys)
             else:
-                nodes = self.pool.take(len(sources.chunks), keys, needs, choice.victims)
+                nodes = self.pool.take(len(sources.chunks), keys, needs)
             if len(nodes) < len(keys):
                 self.refusals += len(keys) - len(nodes)
                 stop = Stop.POOL_FULL
@@ -230,11 +229,11 @@ class StorePlanner:
         """The node that a chain hangs below, or None: that is being written, or the device alone has it."""
         return self.pool.root if chain.parent_key is None else self.pool.place(chain.parent_key)
 
-    def _admitted(self, chain: Chain) -> tuple[Choice, Stop | None]:
+    def _admitted(self, chain: Chain) -> tuple[int, Stop | None]:
         """How many chunks the admission does not hold back. They take the blocks of others and need no room."""
         admitted = self.pool.admitted(chain.keys)
         self.declined += len(chain) - admitted
-        return Choice(admitted), Stop.DECLINED if admitted < len(chain) else None
+        return admitted, Stop.DECLINED if admitted < len(chain) else None
 
     def _sources(self, part: Chain, found: Found) -> _Sources:
         """The device's part of a chain, with a checkpoint all or nothing."""

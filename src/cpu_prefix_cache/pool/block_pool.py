@@ -50,7 +50,6 @@ from cpu_prefix_cache.eviction import policy_of
 from cpu_prefix_cache.eviction.base import EvictionPolicy, PolicyFactory
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent, BoundaryLog
 from cpu_prefix_cache.index.forest import NONE, Forest
-from cpu_prefix_cache.messages.choice import Choice, Victims
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError, PoolExhausted
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.stats import PoolStatistics
@@ -259,8 +258,8 @@ class BlockPool:
         needs: Sequence[PieceNeed] | None = None,
         *,
         margin: float = 1.0,
-    ) -> Choice:
-        """How many of the chunks with these keys, from the first on, are wanted here, and for what. Changes nothing.
+    ) -> int:
+        """How many of the chunks with these keys, from the first on, are wanted here. Changes nothing.
 
         The policy may decline what is worth less to it than `margin` times what would have to leave, and with a chunk
         all that hangs below it. They are to hang below `parent` (None: it is being written). With `needs`, the last key
@@ -268,18 +267,18 @@ class BlockPool:
         them. What is taken without a choice is declined by nobody.
         """
         if not self.shape.declines:
-            return Choice(len(keys))
+            return len(keys)
         chunks = keys if needs is None else keys[:-1]
         if (admitted := self.admitted(chunks)) < len(chunks):
             chunks = keys = chunks[:admitted]
             needs = None
         if needs is not None and self._lacks_room(len(chunks), needs):
-            return Choice(len(keys))  # not a matter of their worth
+            return len(keys)  # not a matter of their worth
         missing = self.checkpoints.num_missing(needs or ())
         spare = len(self._duplicates) if self.is_scarce else 0
         short = (len(chunks) - spare) * self.shape.blocks_per_chunk + missing - len(self.free)
         if short <= 0:
-            return Choice(len(keys))
+            return len(keys)
         cached = self._nodes.count[CACHED]
         nodes, blocks = (len(self._forest), cached) if cached else (1, max(1, self.shape.blocks_per_chunk))
         victims = -(-short * nodes // blocks)  # as large as nodes are on average
@@ -424,7 +423,6 @@ class BlockPool:
         count: int,
         keys: Sequence[bytes] = (),
         needs: Sequence[PieceNeed] | None = None,
-        victims: Victims = (),
     ) -> list[int]:
         """Up to `count` chunks to write to, in ascending runs of neighbours, evicting what is needed. Fewer, if pins
         and unfinished stores keep the rest.
@@ -434,7 +432,7 @@ class BlockPool:
         shared piece, the store of this one waits for the store of that one, and is cancelled with it.
 
         `keys`: of these nodes, in this order, if they are known now. A policy that remembers what it evicted learns
-        from them. `victims`: of the choice that was made for them, if nothing has changed since.
+        from them.
         """
         if count < 0:
             raise MisuseError(f"cannot allocate {count} chunks")
@@ -443,13 +441,13 @@ class BlockPool:
         if keys and len(keys) != count + (needs is not None):
             raise MisuseError(f"{len(keys)} keys were given for {count} chunks{' and a checkpoint' if needs else ''}")
         if needs is None:
-            return self._take_chunks(count, keys, victims)
+            return self._take_chunks(count, keys)
         if self._lacks_room(count, needs):
             return []
         node = self._nodes.new_numbers(1)[0]
         self._nodes.state[node] = WRITING
         missing = self.checkpoints.add(node, needs)  # before eviction, which spares what it shares
-        chunks = self._take_chunks(count, keys[:count], victims)  # before its pieces: a policy learns in order
+        chunks = self._take_chunks(count, keys[:count])  # before its pieces: a policy learns in order
         blocks = self._take(missing, keys[count:])
         self.checkpoints.fill(node, blocks)
         if keys:
@@ -687,9 +685,9 @@ class BlockPool:
         most = wanted + sum(need.num_blocks for need in needs)
         return most > self.least_available and wanted + self.checkpoints.cost(needs, pinned) > self.num_available
 
-    def _take_chunks(self, count: int, keys: Sequence[bytes], victims: Victims) -> list[int]:
+    def _take_chunks(self, count: int, keys: Sequence[bytes]) -> list[int]:
         per_chunk = self.shape.blocks_per_chunk
-        blocks = self._take(count * per_chunk, keys, victims)
+        blocks = self._take(count * per_chunk, keys)
         if per_chunk:
             count = len(blocks) // per_chunk
             self.free.put(blocks[count * per_chunk :])
@@ -702,15 +700,15 @@ class BlockPool:
             self._policy.announced(chunks)
         return chunks
 
-    def _take(self, count: int, keys: Sequence[bytes], victims: Victims = ()) -> list[int]:
+    def _take(self, count: int, keys: Sequence[bytes]) -> list[int]:
         """Up to `count` blocks, ascending, evicting what is needed."""
-        blocks = self._evict(count - len(self.free), keys, victims)
+        blocks = self._evict(count - len(self.free), keys)
         blocks += self.free.take(min(count, len(self.free)))
         blocks.sort()
         self.free.put(blocks[count:])
         return blocks[:count]
 
-    def _evict(self, short: int, keys: Sequence[bytes], chosen: Victims) -> list[int]:
+    def _evict(self, short: int, keys: Sequence[bytes]) -> list[int]:
         """Evict nodes until at least `short` blocks are freed or no node can leave, duplicates first, then useless
         chunks. The blocks.
         """
@@ -723,7 +721,7 @@ class BlockPool:
                 freed += self._dissolve_evicted([chunk])
             widest = max(1, self.shape.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             count = max(0, -((len(freed) - short) // widest))
-            victims = self._policy.evict(count, keys, () if freed else chosen)
+            victims = self._policy.evict(count, keys)
             if self._notes.are_taken:
                 self._notes.update({key: self.blocks_of((node,)) for key, node in self.take_departed().items()})
             above = {self._forest.parent[victim] for victim in victims} if self.shape.is_shared else ()
@@ -731,7 +729,7 @@ class BlockPool:
             self._prune_absent(above)
             if count and not victims:
                 break
-            keys = chosen = ()
+            keys = ()
         if self.shape.is_shared:
             self._duplicates.scarcity.evicted(self.take_departed())
         return freed

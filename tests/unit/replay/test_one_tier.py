@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_prefix_cache.eviction import POLICIES, Choice
+from cpu_prefix_cache.eviction import POLICIES
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.one_tier import replay_one_tier
 from cpu_prefix_cache.tools.replay.tiers import HostTier
@@ -77,7 +77,7 @@ def test_a_policy_gets_all_keys_and_the_time_and_may_decline(monkeypatch):
             return super().admitted(deepest, keys, now, next_use)
 
         def choose(self, parent, incoming, count, margin):
-            return Choice(min(1, len(incoming)))
+            return min(1, len(incoming))
 
     monkeypatch.setitem(POLICIES, "picky", Picky)
     trace = trace_of(["abc", "xyz", "xyz"])

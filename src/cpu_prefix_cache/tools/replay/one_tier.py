@@ -46,7 +46,7 @@ def serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
 
 def _store(pool: BlockPool, keys: list[bytes], parent: int, touch: object) -> int:
     """Store the first blocks of `keys`, as many as the policy accepts. Returns their number."""
-    accepted, victims = pool.choose(parent, keys)
-    chunks = pool.take(accepted, keys[:accepted], victims=victims)
+    accepted = pool.choose(parent, keys)
+    chunks = pool.take(accepted, keys[:accepted])
     pool.commit(chunks, keys[: len(chunks)], parent, touch)
     return len(chunks)
