@@ -7,6 +7,7 @@ wrong        a test of bytes or of a refusal fails, or a test ends with an error
 not run      no test has run: with the reason
 """
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -43,10 +44,19 @@ class Report:
         cases = list(ElementTree.parse(file).iter("testcase"))
         failed = tuple(case.get("name", "?") for case in cases if case.find("failure") is not None)
         skips = (case.find("skipped") for case in cases)
-        skipped = tuple(dict.fromkeys(each.get("message", "") for each in skips if each is not None))
+        skipped = tuple(dict.fromkeys(_reason(each) for each in skips if each is not None))
         errors = [case.get("name", "?") for case in cases if case.find("error") is not None]
         passed = sum(not any(case.find(tag) is not None for tag in ("failure", "skipped", "error")) for case in cases)
         return cls(passed, failed, skipped, f"{errors[0]} does not run" if errors else "")
+
+
+def _reason(skipped: ElementTree.Element) -> str:
+    """Reason of a skip: of a file that skips itself pytest gives it in a tuple behind the file and the line."""
+    message = skipped.get("message", "")
+    if message != "collection skipped":
+        return message
+    _, _, said = ast.literal_eval(skipped.text or "")
+    return said.removeprefix("Skipped: ")
 
 
 def outcome(reports: Mapping[str, Report]) -> Outcome:

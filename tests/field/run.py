@@ -71,10 +71,10 @@ def selected(said: str, row: Row, python: Path, variables: dict[str, str]) -> Re
             status, output = _ended(command, variables | row.variables, row.seconds)
         except subprocess.TimeoutExpired:
             return Report(error=f"no end within {row.seconds} s")
-        if status == NO_TESTS:
-            raise NotRun(f"no test is selected by: {said}")
         report = Report.read(file) if file.exists() else None  # a test may have ended the process
-        if report is not None and (status in ALL_RAN or report.error):
+        if status == NO_TESTS and not (report and report.skipped):  # a file may skip itself
+            raise NotRun(f"no test is selected by: {said}")
+        if report is not None and (status in (*ALL_RAN, NO_TESTS) or report.error):
             return report
         lines = output.strip().splitlines() or ["nothing was said"]
         *_, why = [line for line in lines if line.startswith("!!")] or lines  # pytest's own reason

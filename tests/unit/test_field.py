@@ -104,6 +104,13 @@ def test_a_row_that_cannot_run_gives_the_reason(tests_here, said, why):
     assert run.run(Row("a row", "here", **said)) == Outcome(State.NOT_RUN, why)
 
 
+@pytest.mark.parametrize("options", ["", " -k passes"])
+def test_a_file_that_skips_itself_gives_the_reason(tests_here, tmp_path, options):
+    (tmp_path / "skipped_here.py").write_text(f"import pytest\npytest.skip({SKIPPED!r}, allow_module_level=True)")
+    row = Row("a row", "here", bytes=f"skipped_here.py{options}")
+    assert run.run(row) == Outcome(State.NOT_RUN, SKIPPED)
+
+
 def test_an_environment_that_is_not_there_is_named(tests_here, monkeypatch):
     monkeypatch.setenv("FIELD_PYTHON", "/nowhere/python")
     result = run.run(Row("a row", "here", bytes=f"{tests_here}passes"))
