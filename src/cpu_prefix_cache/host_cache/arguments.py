@@ -38,7 +38,8 @@ def check_keys(keys: Sequence[bytes], num_tokens: int, chunk_tokens: int, *, per
             raise MisuseError(f"keys are at least {LEAST_KEY_BYTES} bytes (rule 14), got {key!r}")
         if persist and len(key) != KEY_BYTES:
             raise MisuseError(
-                f"where a tier outlives the process keys are sha256 digests, {KEY_BYTES} bytes (rule 14), got {key!r}"
+                f"with a tier or a pool keys are sha256 digests, {KEY_BYTES} bytes (rule 14), as of "
+                f"ChainHasher(..., algorithm='sha256'); got {key!r}"
             )
         if len(key) != len(keys[0]):
             raise MisuseError(f"keys are digests of one length (rule 14), got {keys[0]!r} and {key!r}")

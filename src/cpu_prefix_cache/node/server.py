@@ -190,7 +190,10 @@ class Server:
         block_bytes, least = first.hello.numbers[0], first.planner.fewest_blocks
         try:
             if least * block_bytes > self._host_bytes:
-                raise ConfigurationError(f"a chunk and its checkpoint take {least} of them")
+                raise ConfigurationError(
+                    f"a chunk and its checkpoint take {least} of them, and the pool has {self._host_bytes:,} bytes: "
+                    "start a keeper with more"
+                )
             self._open(regions.make(self._host_bytes, block_bytes), first.planner)
         except (ConfigurationError, OSError, OverflowError, MemoryError) as error:
             self._refuse(first, f"no region has blocks of {block_bytes} bytes here: {error}")
