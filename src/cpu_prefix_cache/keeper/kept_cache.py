@@ -114,7 +114,6 @@ class KeptCache:
         self._running: dict[Hashable, _Running] = {}
         self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
         self._ids = count()
-        self._now = 0.0
         self._epoch = 0
         self.is_off = False
         self._failures = Counter[Direction]()
@@ -183,7 +182,6 @@ class KeptCache:
 
     def passed(self, now: float) -> None:
         """Time has come to `now`, and answers may have come."""
-        self._now = now
         for connection, message in self._messenger.answers():
             if message.kind is Kind.RAN:
                 self._questions.answered(connection, message)
@@ -410,7 +408,7 @@ class KeptCache:
             depth -= 1
         if depth > running.known or pieces is not None:
             first = min(running.known, depth)
-            end = self._takes.begin(next(self._ids), keys[:depth], first, pieces, self._now)
+            end = self._takes.begin(next(self._ids), keys[:depth], first, pieces)
             running.known = max(running.known, end)
             running.stored.add(depth)
 

@@ -6,9 +6,11 @@
     again      another engine, or another request, is writing some of it: sent again in the next step
     dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends
 
-Blocks are held for TAKE_SECONDS at most, and until a write has ended.
+Blocks are held for TAKE_SECONDS at most after the step that computed them, however long that took, and until a write
+has ended.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +23,11 @@ from cpu_prefix_cache.offload.device import Device
 TAKE_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Take:
     """Chunks `first` and following of the prompt with these keys, `blocks[i]` of each, and of each piece of the
-    checkpoint after the last of them, if it is to be stored, `pieces[i]`; under one hold.
+    checkpoint after the last of them, if it is to be stored, `pieces[i]`; under one hold. The deadline is set when
+    time passes: what is known of the time before may be from before a long step.
     """
 
     id: int
@@ -34,7 +37,7 @@ class Take:
     blocks: Sequence[Sequence[int]]
     pieces: Sequence[Sequence[int]] | None
     hold: Any
-    deadline: float
+    deadline: float = math.inf
     granted: Granted = NO_SLOTS  # for all of it
 
 
@@ -51,9 +54,7 @@ class Takes:
     def __len__(self) -> int:
         return len(self._open) + len(self._again)
 
-    def begin(
-        self, id: int, keys: Sequence[bytes], first: int, pieces: Sequence[Sequence[int]] | None, now: float
-    ) -> int:
+    def begin(self, id: int, keys: Sequence[bytes], first: int, pieces: Sequence[Sequence[int]] | None) -> int:
         """Hold what the device has of these chunks, from number `first` on, and ask. Where it ends. With `pieces`, the
         device blocks of the checkpoint after them, all or nothing.
         """
@@ -68,7 +69,7 @@ class Takes:
         above = self._device.find(keys[first - 1]) if first else None
         hold = self._device.hold([block for each in (*blocks, *(pieces or ())) for block in each], above or ())
         keys = tuple(keys[: first + len(blocks)])
-        self._ask(Take(id, self._messenger.connection, keys, first, blocks, pieces, hold, now + TAKE_SECONDS))
+        self._ask(Take(id, self._messenger.connection, keys, first, blocks, pieces, hold))
         return len(keys)
 
     def answered(self, message: Message) -> Take | None:
@@ -100,6 +101,7 @@ class Takes:
         """Time has come to `now`, in seconds."""
         is_up = self._messenger.is_up
         for take in self._all():
+            take.deadline = min(take.deadline, now + TAKE_SECONDS)
             if now >= take.deadline or not is_up or take.connection != self._messenger.connection:
                 self.drop(take)
 

@@ -106,6 +106,16 @@ def test_a_store_that_one_rank_could_not_write_is_not_committed():
     assert engine.reports(id) == Message(Kind.COMMIT, 0, (0, False))
 
 
+def test_chunks_wait_for_slots_half_a_second_from_the_end_of_the_step_that_computed_them():
+    engine = Engine()
+    engine.computes()
+    for now in (7.0, 7.4):  # the step took seven seconds
+        engine.cache.passed(now)
+        assert engine.line.kinds() == [Kind.TAKE] and engine.cache.has_transfers
+    engine.cache.passed(7.5)
+    assert engine.line.kinds() == [Kind.TAKE, Kind.COMMIT] and not engine.cache.has_transfers
+
+
 def test_a_lease_ends_when_the_last_rank_has_loaded():
     engine = Engine(ranks=2)
     running = engine.device.take(KEYS, 0, ())
