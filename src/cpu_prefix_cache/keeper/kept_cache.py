@@ -184,7 +184,7 @@ class KeptCache:
         """Time has come to `now`, and answers may have come."""
         for connection, message in self._messenger.answers():
             if message.kind is Kind.RAN:
-                self._questions.answered(connection, message)
+                self._questions.answered(connection, message, now)
             elif message.kind is Kind.TOOK and (take := self._takes.answered(message)) is not None:
                 self._plan_store(take)
             elif message.kind is Kind.COUNTED:

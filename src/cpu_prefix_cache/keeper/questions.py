@@ -21,7 +21,9 @@ PAUSE_SECONDS, UNANSWERED = 1.0, 5
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """One question, as it went out in a connection. `leased` is the answer."""
+    """One question, as it went out in a connection. `leased` is the answer; the deadline is that of the answer, and then
+    of the lease.
+    """
 
     id: int
     connection: int
@@ -65,10 +67,11 @@ class Questions:
         self._messenger.send(question.connection, Message(Kind.RUN, id, keys=keys))
         return question
 
-    def answered(self, connection: int, message: Message) -> None:
+    def answered(self, connection: int, message: Message, now: float) -> None:
+        """`now` is when the engine reads the answer: what it did before may have taken longer than a lease lasts."""
         question = self._open.pop(message.id, None)
         if question is not None and question.connection == connection:
-            question.leased = Leased.of(message.numbers)
+            question.leased, question.deadline = Leased.of(message.numbers), now + LEASE_SECONDS
             self._unanswered_in_a_row = 0
 
     def take(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
@@ -89,12 +92,12 @@ class Questions:
         late = [each for each in self._open.values() if now >= each.deadline]
         for question in late:
             self.give_up(question)
-            question.leased = NOTHING
+            question.leased, question.deadline = NOTHING, now + LEASE_SECONDS
             self.unanswered += 1
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED:
                 self._unanswered_in_a_row, self._silent_until = 0, now + PAUSE_SECONDS
-        while self._of and now >= (first := next(iter(self._of.values()))).deadline + LEASE_SECONDS:
+        while self._of and now >= (first := next(iter(self._of.values()))).deadline:
             self.give_up(first)
             del self._of[next(iter(self._of))]
 

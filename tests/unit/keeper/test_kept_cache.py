@@ -116,6 +116,16 @@ def test_chunks_wait_for_slots_half_a_second_from_the_end_of_the_step_that_compu
     assert engine.line.kinds() == [Kind.TAKE, Kind.COMMIT] and not engine.cache.has_transfers
 
 
+def test_a_lease_waits_two_seconds_for_its_request_from_the_end_of_a_long_step():
+    engine, request = Engine(), Request("r", KEYS, 4 * GRID)
+    assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+    engine.line.answer(Kind.RAN, 2, 2, 0, 1)
+    for now in (7.0, 8.9):  # the step took seven seconds
+        assert engine.cache.lookup(request, 0, now) == Hit(2 * GRID)
+    engine.cache.passed(9.0)
+    assert engine.line.sent[-1].kind is Kind.RELEASE and not engine.cache.has_transfers
+
+
 def test_a_lease_ends_when_the_last_rank_has_loaded():
     engine = Engine(ranks=2)
     running = engine.device.take(KEYS, 0, ())
