@@ -264,7 +264,8 @@ class HybridChunkPlanner:
             parts = range(1, size // floor + 1)
             candidates.update(math.ceil(size / (each * alignment)) * alignment for each in parts)
         taken = {each: host_bytes(each) for each in candidates}
-        return max(each for each in taken if taken[each] <= min(taken.values()) * (1 + SMALL_WASTE))
+        most = min(taken.values()) * (1 + SMALL_WASTE)
+        return max(each for each in taken if taken[each] <= most)
 
 
 def _check_lanes(groups: Sequence[Group], ranks: int) -> None:
