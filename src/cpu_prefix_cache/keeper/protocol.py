@@ -158,6 +158,7 @@ class Received:
         length, version, kind, width, id, num_numbers, num_keys = HEADER.unpack_from(buffer)
         keys_begin = HEADER.size + NUMBER_BYTES * num_numbers
         is_whole = length == keys_begin + width * num_keys and bool(width) == bool(num_keys)
+        is_whole = is_whole and (num_keys < 2 or width == KEY_BYTES)  # several are those of a prompt
         if version != VERSION:
             raise OtherVersion(version)
         if kind not in _KINDS or not is_whole:
