@@ -32,6 +32,7 @@ HEADER_BYTES = 4096
 MAGIC = b"cpc keeper rec 2"
 NO_PARENT = bytes(KEY_BYTES)
 CHUNK = 0xFFFF  # no group has this number
+MOST_BLOCKS = 1 << 16  # of a chunk, which a record numbers
 _CHECKED = 4  # bytes of the checksum, which it does not cover
 
 

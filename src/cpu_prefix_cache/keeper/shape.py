@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cpu_prefix_cache.keeper.protocol import ProtocolError
+from cpu_prefix_cache.keeper.records import MOST_BLOCKS
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.model.groups import ChunkLocalGroup, Group, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model.planner import SMALLEST_SPLIT_BYTES, HybridChunkPlanner
@@ -32,7 +33,9 @@ def planner_of(numbers: Sequence[int]) -> HybridChunkPlanner:
     grid, ranks, *each = numbers
     try:
         found = [_group(at, *each[at : at + PER_GROUP]) for at in range(0, len(each), PER_GROUP)]
-        if _num_parts(found, grid, ranks) > MOST_PARTS or not any(group.is_prefix for group in found):
+        has_numbers = all(grid // group.block_tokens <= MOST_BLOCKS for group in found)
+        is_small = has_numbers and _num_parts(found, grid, ranks) <= MOST_PARTS
+        if not is_small or not any(group.is_prefix for group in found):
             raise ProtocolError("got numbers of a model that no pool of a node takes")
         return HybridChunkPlanner(found, max_model_len=grid, grid_tokens=grid, ranks=ranks)
     except (ConfigurationError, IndexError) as error:

@@ -559,6 +559,7 @@ def test_the_socket_is_for_its_user_alone(keeper):
         hello(shape=(4, 1) + (0, 4, 24, 1, 0, 0, 0) * 65),
         hello(shape=(4, 1, 3, 4, 24, 1, 0, 0, 0)),  # a state alone
         hello(shape=(1 << 40, 1, 0, 1 << 40, 24, 1, 0, 0, 0, 1, 1, 24, 1, 0, 1 << 40, 0)),  # a window of many blocks
+        hello(shape=(1 << 17, 1, 0, 1 << 17, 24, 1, 0, 0, 0, 1, 1, 24, 1, 0, 4, 0)),  # more blocks than records number
         hello(shape=(4, 1, 0, 4, 1 << 40, 1, 0, 0, 0, 3, 4, 1, 1, 0, 0, 0)),  # a piece that could be divided for ever
         hello(shape=(4, 1 << 34, 0, 4, 1 << 34, 1, 0, 0, 0, 3, 4, 1 << 34, 1, 1, 0, 0)),  # the same, in narrow lanes
     ],
