@@ -87,6 +87,11 @@ class Checkpoints:
         """Needs without a piece: a new checkpoint would write it."""
         return [need for need in needs if need.key not in self._by_key]
 
+    def are_written(self, needs: Sequence[PieceNeed]) -> bool:
+        """Whether no piece of these is still being written."""
+        there = (self._by_key.get(need.key) for need in needs)
+        return all(piece.writer is None for piece in there if piece is not None)
+
     def num_missing(self, needs: Sequence[PieceNeed]) -> int:
         """How many blocks these take."""
         return sum(need.num_blocks for need in self.missing(needs))

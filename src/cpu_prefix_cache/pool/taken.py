@@ -59,12 +59,15 @@ class TakenCheckpoints(ABC):
     def take(self, state: Any, keys: Sequence[bytes], boundary: int) -> int | None:
         """Write the checkpoint at `boundary`, where a forward pass has just ended. Returns its node, for `commit`.
 
-        Returns None if the checkpoint is cached already, or the pool has no room for it.
+        Returns None if the checkpoint is cached already, or the pool has no room for it, or a load that may fail is to
+        write a piece of it.
         """
         depth = boundary // self._planner.grid_tokens
-        if self._pool.find(checkpoint_key(keys[depth - 1])) is not None:
+        needs = self._needs(keys, depth)
+        is_here = self._pool.find(checkpoint_key(keys[depth - 1])) is not None
+        if is_here or not self._pool.checkpoints.are_written(needs):
             return None
-        node = self._allocate(self._needs(keys, depth))
+        node = self._allocate(needs)
         if node is None:
             return None
         try:
