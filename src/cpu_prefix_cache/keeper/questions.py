@@ -21,8 +21,8 @@ PAUSE_SECONDS, UNANSWERED = 1.0, 5
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """One question, as it went out in a connection. `leased` is the answer; the deadline is that of the answer, and then
-    of the lease.
+    """One question, as it went out in a connection. `leased` is the answer; the deadline is that of the answer, and
+    then of the lease.
     """
 
     id: int
