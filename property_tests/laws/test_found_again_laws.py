@@ -194,6 +194,8 @@ SETTINGS = st.builds(
     answer=st.integers(0, 2 * GRID),
     asked=st.sampled_from(["the same", "another last token", "its next turn"]),
 )
+# of the chunks that reach the host together the deepest is no use without a checkpoint, and the one above is
+@example(Setting("full, chunk-local", step_chunks=2, has_tier=True), 4, 0, 1, "the same")
 def test_a_prompt_that_was_served_once_is_found_again(
     setting: Setting, chunks: int, part: int, answer: int, asked: str
 ) -> None:

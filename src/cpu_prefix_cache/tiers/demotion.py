@@ -23,7 +23,8 @@ class Demotion(Lazy):
     """`Lazy` over a host pool. `is_eager`: see above."""
 
     def __init__(self, host: BlockPool, stores: StorePlanner, steps: EngineSteps, *, is_eager: bool) -> None:
-        super().__init__(stores, steps, tuple, HostAncestry(host, stores))
+        self._ancestry = HostAncestry(host, stores)
+        super().__init__(stores, steps, tuple, self._ancestry)
         self._is_eager = is_eager
         self._arrived: deque[bytes] = deque(maxlen=max(1, stores.device_chunks))  # the deepest keys of new chains
         self.is_open = self.is_failing = False
@@ -55,8 +56,8 @@ class Demotion(Lazy):
         held = self._stores.ledger.held_by_walk()
         budget = self._steps.report_steps * self._step_blocks()
         while self._arrived and held < budget:
-            key = self._arrived[0]
-            chain = None if self._stores.is_covered(key) else self._missing_chain(key)
+            key = self._ancestry.independent(self._arrived[0])
+            chain = None if key is None or self._stores.is_covered(key) else self._missing_chain(key)
             if chain is not None:
                 if held and held + self._stores.device_blocks(chain) > budget:
                     return
