@@ -25,6 +25,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count, islice
 
 from cpu_prefix_cache.keeper.answers import NOTHING, Leased
@@ -66,7 +67,7 @@ class _Running:
     resumed: int
     kept: Sequence[int]
     confirmed: int = 0
-    stored: set[int] = field(default_factory=set)  # depths up to which something was taken
+    stored: set[int] = field(default_factory=set)  # depths up to which something was taken, and not lost
     is_stale: bool = False
     load: LoadTransfer | None = None
 
@@ -386,10 +387,12 @@ class KeptCache:
         return kept + wanted_depths(self.planner, len(request.keys), end, request.num_tokens, branch)
 
     def _confirm(self, running: _Running, num_tokens: int, *, is_over: bool) -> None:
-        """Its first `num_tokens` tokens are computed. Store what that has completed, the deepest first."""
+        """Its first `num_tokens` tokens are computed. Store what that has completed, the deepest first; where the
+        prompt or the request is over, also what was lost.
+        """
         before, stop = running.confirmed, min(self.planner.full_chunks(num_tokens), len(running.request.keys))
         running.confirmed = max(before, stop)
-        depths = {depth for depth in running.kept if before < depth <= stop}
+        depths = {depth for depth in running.kept if depth <= stop and (is_over or depth > before)}
         if is_over:
             depths.add(stop)
         for depth in sorted(depths, reverse=True) if not (running.is_stale or self.is_off) else ():
@@ -408,9 +411,11 @@ class KeptCache:
             depth -= 1
         if depth > running.known or pieces is not None:
             first = min(running.known, depth)
-            end = self._takes.begin(next(self._ids), keys[:depth], first, pieces)
-            running.known = max(running.known, end)
-            running.stored.add(depth)
+            lost = partial(_lost, running, depth)
+            end = self._takes.begin(next(self._ids), keys[:depth], first, pieces, lost)
+            if end is not None:
+                running.known = max(running.known, end)
+                running.stored.add(depth)
 
     def _plan_store(self, take: Take) -> None:
         is_ready = max(take.granted.all_slots) < self._ready
@@ -487,6 +492,12 @@ class KeptCache:
         if running is None:
             raise MisuseError(f"request {request_id!r} is not admitted")
         return running
+
+
+def _lost(running: _Running, depth: int, first: int) -> None:
+    """What was to be stored up to this depth, from chunk `first` on, was not. At the request's end it is."""
+    running.known = min(running.known, first)
+    running.stored.discard(depth)
 
 
 def check_takes(planner: HybridChunkPlanner) -> None:

@@ -4,14 +4,15 @@
     open       `take` went out
     granted    slots for what nobody has, or writes: it shrinks to that, which is copied by the ranks
     again      another engine, or another request, is writing some of it: sent again in the next step
-    dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends
+    dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends. Where the pool may
+               lack them still, `lost` hears from which chunk on: they can be taken again
 
 Blocks are held for TAKE_SECONDS at most after the step that computed them, however long that took, and until a write
 has ended.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Take:
     blocks: Sequence[Sequence[int]]
     pieces: Sequence[Sequence[int]] | None
     hold: Any
+    lost: Callable[[int], None]
     deadline: float = math.inf
     granted: Granted = NO_SLOTS  # for all of it
 
@@ -54,9 +56,16 @@ class Takes:
     def __len__(self) -> int:
         return len(self._open) + len(self._again)
 
-    def begin(self, id: int, keys: Sequence[bytes], first: int, pieces: Sequence[Sequence[int]] | None) -> int:
-        """Hold what the device has of these chunks, from number `first` on, and ask. Where it ends. With `pieces`, the
-        device blocks of the checkpoint after them, all or nothing.
+    def begin(
+        self,
+        id: int,
+        keys: Sequence[bytes],
+        first: int,
+        pieces: Sequence[Sequence[int]] | None,
+        lost: Callable[[int], None],
+    ) -> int | None:
+        """Hold what the device has of these chunks, from number `first` on, and ask. Where it ends; None if there is
+        nothing to hold. With `pieces`, the device blocks of the checkpoint after them, all or nothing.
         """
         blocks = []
         for found in self._device.find_all(keys[first:]):
@@ -65,11 +74,11 @@ class Takes:
             blocks.append(found)
         is_lost = pieces is not None and first + len(blocks) < len(keys)
         if is_lost or not (blocks or pieces) or not self._messenger.is_up:
-            return first
+            return None
         above = self._device.find(keys[first - 1]) if first else None
         hold = self._device.hold([block for each in (*blocks, *(pieces or ())) for block in each], above or ())
         keys = tuple(keys[: first + len(blocks)])
-        self._ask(Take(id, self._messenger.connection, keys, first, blocks, pieces, hold))
+        self._ask(Take(id, self._messenger.connection, keys, first, blocks, pieces, hold, lost))
         return len(keys)
 
     def answered(self, message: Message) -> Take | None:
@@ -89,6 +98,8 @@ class Takes:
         else:  # all is there, there is no room, or what comes before it has left the pool
             self.refused += 0 if granted.slots else len(take.keys) - granted.first
             self.drop(take)
+            if granted.first < len(take.keys):
+                take.lost(min(granted.first, take.first))
         return None
 
     def step(self, next_id: Iterator[int]) -> None:
@@ -104,6 +115,7 @@ class Takes:
             take.deadline = min(take.deadline, now + TAKE_SECONDS)
             if now >= take.deadline or not is_up or take.connection != self._messenger.connection:
                 self.drop(take)
+                take.lost(take.first)
 
     def drop(self, take: Take) -> None:
         """Nothing, or nothing more, is written of it."""

@@ -9,6 +9,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankRepor
 from cpu_prefix_cache.keeper.answers import check_answered
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message, ProtocolError
+from cpu_prefix_cache.keeper.takes import TAKE_SECONDS
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.slots import PoolSlots
 from tests.support.small_engine import SmallEngine
@@ -260,6 +261,29 @@ def test_chunks_for_which_the_pool_has_no_room_are_counted():
     assert engine.cache.statistics().store_refusals == 3
 
 
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [
+        (None, [Kind.COMMIT, Kind.TAKE]),  # too late
+        ((False, 1, 0), [Kind.COMMIT, Kind.TAKE]),  # no room
+        ((False, 4, 0), [Kind.COMMIT]),  # all is there
+    ],
+)
+def test_chunks_that_were_not_taken_are_taken_at_the_end_of_their_request(answer, kinds):
+    engine = Engine()
+    engine.computes()
+    if answer is not None:
+        engine.line.answer(Kind.TOOK, *answer)
+    engine.cache.passed(0.0)
+    engine.cache.passed(TAKE_SECONDS)
+    sent = len(engine.line.sent)
+    engine.cache.finished("r", 4 * GRID)
+    assert engine.line.kinds()[1:] == kinds and sent == 2
+    if Kind.TAKE in kinds:
+        assert engine.line.sent[-1].keys == tuple(KEYS)
+        assert engine.reports(engine.stores()).numbers == (4, False)
+
+
 def test_a_drafter_that_looks_ahead_is_refused():
     with pytest.raises(ConfigurationError, match="knows no drafter"):
         Engine(lookahead=GRID)
@@ -285,6 +309,11 @@ class WindowEngine:
         self.cache = KeptCache(WINDOW, self.device.device, self.line, ready_slots=SLOTS)
 
     def computes(self):
+        self.is_computed()
+        self.cache.finished("r", 4 * GRID)
+        return self.stores()
+
+    def is_computed(self):
         coordinator, pool = self.device.coordinator, self.device.pool
         self.cache.admit(Request("r", KEYS, 4 * GRID + 1), 0, 0)
         assert self.cache.boundaries("r") == [4 * GRID]
@@ -293,8 +322,9 @@ class WindowEngine:
         [node] = pool.allocate(0, needs=coordinator.needs(coordinator.checkpoint_at(KEYS, 4)))
         pool.commit([node], [checkpoint_key(KEYS[3])], chunks[3], pool.touch(None))
         self.cache.computed("r", 4 * GRID)
-        self.cache.finished("r", 4 * GRID)
         assert self.line.sent[-1][:3] == (Kind.TAKE, 0, (True,))
+
+    def stores(self):
         self.line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3, 1, 4)
         self.cache.passed(0.0)
         (plan,) = self.cache.step().transfers
@@ -325,6 +355,15 @@ def test_a_checkpoint_is_committed_with_its_chunks(windows):
     windows.cache.report(RankReport(0, done=frozenset({plan.id})))
     assert windows.line.sent[-1] == Message(Kind.COMMIT, 0, (4, True))
     assert windows.cache.statistics().checkpoints_stored == 1 and not windows.cache.has_transfers
+
+
+def test_a_checkpoint_that_was_not_taken_is_taken_at_the_end_of_its_request(windows):
+    windows.is_computed()
+    windows.cache.passed(0.0)
+    windows.cache.passed(TAKE_SECONDS)
+    windows.cache.finished("r", 4 * GRID)
+    assert windows.line.kinds() == [Kind.TAKE, Kind.COMMIT, Kind.TAKE]
+    assert windows.line.sent[-1].numbers == (True,) and windows.stores().copies
 
 
 @pytest.mark.parametrize(("unfit", "committed"), [(4, (4, False)), (2, (2, False))])
