@@ -60,7 +60,7 @@ def greet(connected: socket.socket, hello: Message, files: Sequence[int], is_lat
             for message in received:
                 check_greeted(message)
                 if message.kind is Kind.REFUSED:
-                    raise ConfigurationError(f"the keeper refuses: {message.keys[0].decode()}")
+                    raise ConfigurationError(f"the keeper refuses: {message.keys[0].decode(errors='replace')}")
                 if not files and len(got) != NUM_FILES:
                     raise ProtocolError(f"the keeper began with {len(got)} files")
                 if not files:

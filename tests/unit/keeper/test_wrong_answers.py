@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
+from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.keeper.protocol import (
     HEADER,
@@ -18,6 +19,7 @@ from cpu_prefix_cache.keeper.protocol import (
     encoded,
 )
 from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node.hello import greet
 from tests.support.host_engine import CHUNK_BYTES, PATIENCE
 from tests.unit.keeper.pool_engine import PoolEngine
 
@@ -125,3 +127,12 @@ def test_a_right_answer_does_not(tmp_path, monkeypatch, answer):
 def test_a_greeting_that_is_none_is_a_protocol_error(greeting):
     with pytest.raises(ProtocolError, match="the keeper began with"):
         check_greeted(greeting)
+
+
+def test_a_refusal_that_is_no_text_is_one():
+    """A thread that meets another error does not come back to the next keeper."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(encoded(Message(Kind.REFUSED, keys=(b"\xff",))))
+        with pytest.raises(ConfigurationError, match="the keeper refuses"):
+            greet(ours, Message(Kind.HELLO), (), lambda: False)
