@@ -24,7 +24,7 @@ def model(arch="full", seed=0):
 
 
 def cache_of(of, below):
-    return HostPrefixCache(of, host_bytes=HOST_BYTES, device_bytes="1MiB", offload="eager", below=below)
+    return HostPrefixCache(of, host_bytes=HOST_BYTES, device_bytes="1MiB", below=below)
 
 
 def ask(cache, ids=PROMPT):

@@ -87,7 +87,8 @@ class HostPrefixCache:
     host_bytes            host memory, in bytes or as a text: "2GiB"
     device_bytes          memory of the model's device for the blocks that pass through it; a prompt that is longer is
                           computed anew each time. Default: the longest prompt's, at most a quarter of `host_bytes`
-    offload, policy       lazy or eager; one of cpu_prefix_cache.POLICIES
+    offload               lazy or eager. Default: eager above a tier, which a restart finds with the latest prompts then
+    policy                one of cpu_prefix_cache.POLICIES
     max_model_len         the most tokens of a prompt; needed for models without one, like Mamba
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     below                 a tier for what the host cannot hold (docs/tiers.md)
@@ -104,7 +105,7 @@ class HostPrefixCache:
         *,
         host_bytes: int | str,
         device_bytes: int | str | None = None,
-        offload: str = "lazy",
+        offload: str | None = None,
         policy: str = "lru",
         block_tokens: int = 16,
         max_model_len: int | None = None,
@@ -150,7 +151,10 @@ class HostPrefixCache:
             max_model_len=self.max_model_len,
             max_step_tokens=min(self.max_model_len, blocks * block_tokens),
             options=HostOptions(
-                offload=offload, policy=policy, checkpoint_interval=checkpoint_interval, wrap_copier=wrap_copier
+                offload=offload or ("lazy" if below is None else "eager"),
+                policy=policy,
+                checkpoint_interval=checkpoint_interval,
+                wrap_copier=wrap_copier,
             ),
             below=tier,
         )

@@ -495,7 +495,7 @@ class KeptCache:
 
 
 def _lost(running: _Running, depth: int, first: int) -> None:
-    """What was to be stored up to this depth, from chunk `first` on, was not. At the request's end it is."""
+    """Note that chunks from `first` up to this depth are not stored: they are offered again at the request's end."""
     running.known = min(running.known, first)
     running.stored.discard(depth)
 
