@@ -32,7 +32,7 @@ class NullCopies:
 
     def reports(self) -> WorkerReports:
         report = RankReport(self._rank, frozenset(self._done), ready_blocks=self._host_blocks)
-        return WorkerReports((report,), self._timed)
+        return WorkerReports((report,), self._timed, prepared=(self._rank,))
 
     def take_stats(self) -> None:
         return None
