@@ -184,7 +184,7 @@ def test_a_load_that_fails_after_its_end_was_announced_to_vllm_stops_the_engine(
             if not computes_at_once:
                 engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
             engine.copies.go_on()
-            with pytest.raises(RuntimeError, match="what it loads would be used"):
+            with pytest.raises(RuntimeError, match="it must stop, and be started again"):
                 engine.step_until(lambda: name in engine.finished, seconds=5)
 
 

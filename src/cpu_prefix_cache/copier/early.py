@@ -1,6 +1,6 @@
-"""Loads that an engine is told of before their end, so that it computes as soon as they end.
+"""Loads that an engine relies on before their end, so that it computes as soon as they end.
 
-An engine needs milliseconds from the report of a load until it computes. It may begin earlier:
+An engine needs milliseconds from the report of a load until it computes. It may begin earlier, or wait for no report:
 
     ends_soon       the loads to announce to it: by the pace of earlier ones they end within this time
     still_open      before each plan: those of them that have not ended
@@ -41,7 +41,7 @@ class EarlyEnds:
         report = self._worker.report()
         lost = sorted((report.failed | report.late).intersection(ids))
         if lost:
-            raise RuntimeError(f"load {lost[0]}, said to be ending, has failed: what it loads would be used")
+            raise RuntimeError(_failed(lost[0]))
         return {load.transfer.id for load in self._worker.open_loads()}.intersection(ids)
 
     def hold_compute(self, ids: Iterable[int]) -> None:
@@ -54,4 +54,8 @@ class EarlyEnds:
             try:
                 event.hold(self._copier.hold_compute)
             except Exception as error:
-                raise RuntimeError(f"load {load.transfer.id}, said to be ending, has failed: {error}") from error
+                raise RuntimeError(f"{_failed(load.transfer.id)}: {error}") from error
+
+
+def _failed(id: int) -> str:
+    return f"load {id} has failed, and the engine relies on what it was to load: it must stop, and be started again"

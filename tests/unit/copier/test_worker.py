@@ -419,7 +419,7 @@ class RaisingOnce(Passed):
 
 def announced(worker):
     """Compute would run behind load 0."""
-    with pytest.raises(RuntimeError, match="said to be ending, has failed"):
+    with pytest.raises(RuntimeError, match="has failed, and the engine relies on"):
         EarlyEnds(worker, worker._copier).hold_compute({0})
 
 
@@ -617,7 +617,7 @@ def test_once_it_is_submitted_compute_alone_waits(paced, early, held):
 def test_a_load_that_fails_is_an_error_for_who_went_by_it(paced, early, held):
     held.let_through.release()
     held.ended.add((1, "broken"))
-    with pytest.raises(RuntimeError, match="load 1, said to be ending"):
+    with pytest.raises(RuntimeError, match="load 1 has failed, and the engine relies on"):
         early.hold_compute({1})
     assert paced.report().failed == {1}
 
@@ -627,7 +627,7 @@ def test_an_announced_load_that_fails_raises_until_the_next_plan_settles_it(pace
     held.let_through.release()
     held.ended.add((1, "broken"))
     assert eventually(lambda: paced.report().failed == {1})
-    with pytest.raises(RuntimeError, match="load 1, said to be ending"):
+    with pytest.raises(RuntimeError, match="load 1 has failed, and the engine relies on"):
         early.still_open({1})
     paced.run(StepPlan(0, (), resolved=(1,)))
     assert early.still_open({1}) == set()
@@ -635,7 +635,7 @@ def test_an_announced_load_that_fails_raises_until_the_next_plan_settles_it(pace
 
 def test_so_is_one_that_has_not_ended_by_its_deadline(paced, early):
     paced.now = 161.0
-    with pytest.raises(RuntimeError, match="said to be ending, has failed"):
+    with pytest.raises(RuntimeError, match="has failed, and the engine relies on"):
         early.hold_compute({1})
     assert early.ends_soon(1000) == set()
 
