@@ -82,10 +82,11 @@ class VllmDevice(Device):
         self._recent: dict[bytes, Sequence[bytes]] = {}  # used without prefix groups; the most recent last
         self._notes = Notes(pool.num_blocks)
         self._overlaps = overlaps
-        # Else somebody writes blocks before the ranks are told of the step: vLLM zeros and states, and blocks that were
-        # hit in part; another connector what it loads. Or a chunk is handed out in part, and a step uses what is left.
+        # Whether the ranks have a plan before anybody uses what its step hands out. Else somebody writes blocks before:
+        # vLLM zeros and states, and blocks that were hit in part; another connector what it loads. Or a chunk is handed
+        # out in part, and a step uses what is left.
         is_one_block = hashes_per_chunk == 1 and len(in_chunk) == 1
-        self._may_note = is_alone and is_one_block and not planner.has_checkpoints
+        self.plan_comes_first = is_alone and is_one_block and not planner.has_checkpoints
 
     @property
     def num_blocks(self) -> int:
@@ -216,7 +217,7 @@ class VllmDevice(Device):
         return key in keys if key is not None else not keys
 
     def handed_out(self) -> Mapping[bytes, Sequence[int]] | None:
-        if not self._may_note:
+        if not self.plan_comes_first:
             return None
         if not self._notes.are_taken:
             self._note_from_now_on()
@@ -224,7 +225,7 @@ class VllmDevice(Device):
 
     @property
     def frees_after_use(self) -> bool:
-        return self._overlaps and self._may_note
+        return self._overlaps and self.plan_comes_first
 
     def _note_from_now_on(self) -> None:
         self._pool.on_reuse(lambda leaving: self._notes.update(self._chunks_in(leaving)))
