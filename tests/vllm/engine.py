@@ -595,6 +595,24 @@ class FakeRank:
             if copy.is_early:
                 self._write(copy)
 
+    def _end(self, id: int) -> bool:
+        """End a copy. Whether it went well."""
+        copy = self.copies.pop(id)
+        may_change = self.lent.pop(id, None) is not None or copy.plan.holds_compute  # its sources were read before
+        may_change |= id in self.given_up  # it registers nothing
+        assert may_change or self._read(copy.plan) == copy.sources, (
+            "a source has changed while it was copied"
+        )  # S7.1, S7.2
+        ok = not (copy.fails or copy.cancelled)
+        if not ok and not copy.is_store:
+            self.given_up.update(copy.plan.after)
+        if not copy.is_early:
+            self._write(copy)
+        (self.done if ok else self.failed).add(id)
+        if ok:
+            self.times.observe(copy.plan, copy.steps * STEP_SECONDS)
+        return ok
+
     def _check_tier_apart(self, tier: FakeTier) -> None:
         for copy in self.copies.values():
             blocks = {("host", block) for block in tier.written_by_loads}
@@ -609,20 +627,7 @@ class FakeRank:
             copy.steps += 1
             if copy.steps_left >= 0 if self.pace is None else copy.steps <= self.pace:
                 continue
-            del self.copies[id]
-            may_change = self.lent.pop(id, None) is not None or copy.plan.holds_compute  # its sources were read before
-            may_change |= id in self.given_up  # it registers nothing
-            assert may_change or self._read(copy.plan) == copy.sources, (
-                "a source has changed while it was copied"
-            )  # S7.1, S7.2
-            ok = not (copy.fails or copy.cancelled)
-            if not ok and not copy.is_store:
-                self.given_up.update(copy.plan.after)
-            if not copy.is_early:
-                self._write(copy)
-            (self.done if ok else self.failed).add(id)
-            if ok:
-                self.times.observe(copy.plan, copy.steps * STEP_SECONDS)
+            ok = self._end(id)
             if id in self.waits_for:
                 request = self.waits_for.pop(id)
                 received.add(request)
