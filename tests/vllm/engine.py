@@ -559,6 +559,8 @@ class FakeRank:
                 self.failed.add(id)
                 self.lent.pop(id, None)
         self._begin_held()
+        for id in metadata.computed_on:
+            self._load_now(id)
         self.done = {id for id in self.done if id >= plan.resolved_below}
         self.failed = {id for id in self.failed if id >= plan.resolved_below}
         if self.tier is not None:
@@ -594,6 +596,22 @@ class FakeRank:
         for copy in begun:
             if copy.is_early:
                 self._write(copy)
+
+    def _load_now(self, id: int) -> None:
+        """Carry out a load that compute of this step reads, and before it what it follows. It does not fail: an engine
+        would stop."""
+        while id in self.held:
+            followed = [each for each in self.held[id][0].after if each in self.copies]
+            assert followed, f"load {id}, which is computed on, follows what does not begin"
+            for store in followed:
+                self._end(store)
+            self._begin_held()
+        copy = self.copies[id]
+        assert not (copy.plan.failed or copy.cancelled)
+        if copy.fails:
+            copy.fails = False
+            self._write(copy)
+        self._end(id)
 
     def _end(self, id: int) -> bool:
         """End a copy. Whether it went well."""
@@ -1009,7 +1027,10 @@ class Engine:
             self.counts[f"{transfer.direction.value}s planned"] += 1
             if transfer.direction is Direction.LOAD:
                 self.counts["loads whose source was gone"] += transfer.failed
-                self._loads[transfer.id] = metadata.requests[transfer.id], transfer.copies
+                if transfer.id in metadata.computed_on:
+                    self.counts["loads computed on"] += 1
+                else:
+                    self._loads[transfer.id] = metadata.requests[transfer.id], transfer.copies
             else:
                 self._check_sources(transfer, transfer.id in saved or transfer.holds_compute)
                 self.counts["stores of what compute overwrites"] += transfer.holds_compute

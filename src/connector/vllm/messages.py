@@ -1,11 +1,11 @@
 """Messages between the two halves. vLLM sends one with each step, and returns the other with the step's output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from cpu_prefix_cache.deciding import RankReport, StepPlan
+from cpu_prefix_cache.deciding import Direction, RankReport, StepPlan
 from cpu_prefix_cache.tier import TierPlan, TierReport
 
 
@@ -16,7 +16,8 @@ class StepMetadata(KVConnectorMetadata):
     plan            None if there is no cache
     requests        load id -> request id. When the load has ended, each rank names the request once in
                     `finished_recving`, and also in `failed_recving` if the load failed or was cancelled. vLLM keeps the
-                    blocks of an aborted request until then. A load that is not in `plan` has failed already.
+                    blocks of an aborted request until then. A load that is not in `plan` has failed already. For a
+                    load of `plan` that is not here the compute of this step waits
     computes        whether the step computes any tokens
     is_awaited      whether requests wait for a copy to end, or for the device blocks that it holds
     timed           the number of this step, if its duration is measured (to learn how fast prompts are computed)
@@ -29,6 +30,12 @@ class StepMetadata(KVConnectorMetadata):
     is_awaited: bool = False
     timed: int | None = None
     tier: TierPlan | None = None
+
+    @property
+    def computed_on(self) -> Set[int]:
+        """The loads that the compute of this step waits for."""
+        transfers = () if self.plan is None else self.plan.transfers
+        return {each.id for each in transfers if each.direction is Direction.LOAD} - self.requests.keys()
 
 
 @dataclass

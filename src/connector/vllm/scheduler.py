@@ -9,8 +9,8 @@
     request_finished                    cache.finished; cache.abandoned if it is tiered and the request was not admitted
     reset_cache, and any call           cache.reset, if vLLM has reset its connectors or the device (`resets.py`)
 
-A load is asynchronous: vLLM allocates its destinations and does not schedule the request until every rank has named
-it in `finished_recving`. One engine step:
+A load is asynchronous: vLLM allocates its destinations and *parks* the request, until every rank has named it in
+`finished_recving`. For a short one it schedules the request at once, and the ranks have compute wait. One engine step:
 
     schedule N      lookup, admit, load ...       blocks are allocated, and get their hashes before they hold KV
       its end       preempted, computed, step     tokens that steps up to N-1 computed may be stored with step N
@@ -66,7 +66,8 @@ logger = logging.getLogger(__name__)
 class _Step:
     """News since the last plan was sent."""
 
-    loads: dict[int, str] = field(default_factory=dict)  # each with its request
+    loads: dict[int, str] = field(default_factory=dict)  # each with the request that waits for it
+    awaited_tokens: int = 0  # of loads that its compute waits for
     readmitted: set[Hashable] = field(default_factory=set)
 
 
@@ -113,6 +114,8 @@ class SchedulerHalf:
         self._unprepared = set(range(settings.ranks))  # ranks whose host regions may get more blocks
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned
         self._unwritten: Container[bytes] | None = ()
+        self._most_awaited = _most_awaited(settings, self.device)  # tokens a step
+        self._parked = set[int]()  # loads in flight for which requests wait
         self._steps = 0
         self._begun: dict[int, tuple[int, float]] = {}  # timed steps in flight: tokens, time of the start
 
@@ -144,7 +147,13 @@ class SchedulerHalf:
         if boundary <= self._replayed_tokens:  # vLLM computes all of it
             known.on_device = 0
             return 0, False
-        return boundary - num_computed_tokens, boundary > num_computed_tokens
+        tokens = boundary - num_computed_tokens
+        known.is_parked = tokens > 0 and not self._may_be_awaited(tokens)
+        return tokens, known.is_parked
+
+    def _may_be_awaited(self, tokens: int) -> bool:
+        """Whether compute of this step may wait for a load of so many tokens: it waits for all before it, too."""
+        return not self._parked and self._step.awaited_tokens + tokens <= self._most_awaited
 
     def _boundary(self, known: Known, ours: Request) -> int | None:
         """The token up to which a request has KV on the device, or can load it. None: ask again later."""
@@ -193,7 +202,13 @@ class SchedulerHalf:
             destinations = [
                 [tables[group][at] for at in found] for group, found in zip(self._group_ids, positions, strict=True)
             ]
-            self._step.loads[self.cache.load(id, boundary, destinations, self.clock())] = id
+            load = self.cache.load(id, boundary, destinations, self.clock())
+            if known.is_parked:
+                self._step.loads[load] = id
+                self._parked.add(load)
+            else:
+                self._step.awaited_tokens += num_external_tokens
+                self.cache.goes_on(id)
 
     def _fail_unplanned(self, known: Known, tokens: int) -> None:
         """Have a request compute of whose hit vLLM has taken a part that ends within a chunk: it cannot resume there.
@@ -269,6 +284,7 @@ class SchedulerHalf:
                 self.tier.report_below(below)
         for report in reports.reports if reports is not None else ():
             for each in self.cache.report(report):
+                self._parked.discard(each.id)
                 known = self._requests.if_admitted(each.request_id)
                 if known is not None and not each.ok:
                     known.load_failed = True
@@ -369,6 +385,15 @@ class SchedulerHalf:
             if self._replayed_tokens:  # what vLLM replays is there already
                 before = max(before, known.resumed)
             yield from request.block_hashes[before // self._hash_tokens : stop // self._hash_tokens]
+
+
+def _most_awaited(settings: Settings, device: VllmDevice) -> int:
+    """How many tokens of loads compute of a step may wait for. None where something uses blocks before the ranks have
+    the plan, or a load may be planned as failed: in a pool, whose keeper may be another one by then.
+    """
+    if not device.plan_comes_first or settings.replayed_tokens or settings.pool is not None:
+        return 0
+    return settings.sync_load_bytes // settings.planner.chunk_bytes * settings.planner.grid_tokens
 
 
 def _next_use(request: EngineRequest) -> Any:

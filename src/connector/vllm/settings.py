@@ -35,12 +35,15 @@ from cpu_prefix_cache.deciding import (
     KeptCache,
 )
 
+SYNC = "sync_load_bytes"
+
 CHECKS: Mapping[str, Check] = {
     **COMMON_CHECKS,
     "checkpoint_interval": whole(1, "tokens"),
     RESET: one_of(*RESETS),
     TIER: tier_option,
     POOL: pool_option,
+    SYNC: whole(0, "bytes"),
 }
 
 
@@ -68,7 +71,8 @@ class Settings:
     pool: EnginePool | None
     revision_file: str | None  # of the tier or the pool, if it has one
     reset: str  # one of RESETS
-    options: Mapping[str, Any]  # the options given, without BYTES, POOL, CODEC, TIER and RESET
+    sync_load_bytes: int  # that one step may load on each rank for requests which it computes
+    options: Mapping[str, Any]  # the options given, without BYTES, POOL, CODEC, TIER, RESET and SYNC
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> "Settings":
@@ -91,6 +95,7 @@ class Settings:
         else:
             _check_bytes(options[BYTES], planner.fewest_blocks * planner.host_block_bytes * regions)
         option = options.pop(TIER, None)
+        sync_load_bytes = options.pop(SYNC, 0)
         return cls(
             planner,
             group_ids=planned_group_ids(kv_cache_config),
@@ -107,6 +112,7 @@ class Settings:
             pool=pool,
             tier=_tier(option, vllm_config, planner, hashes, regions),
             reset=options.pop(RESET, WITH_DEVICE),
+            sync_load_bytes=sync_load_bytes,
             options=options,
         )
 

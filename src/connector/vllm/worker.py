@@ -6,9 +6,9 @@
     get_transfer_results         the requests whose loads have ended on this rank, each once, however they ended
     build_connector_worker_meta  what this rank has to report to the scheduler half
 
-A step's plan starts before its forward pass: its stores read what earlier steps computed, and nothing in this step
-reads what it loads. vLLM zeroes new blocks before this call, except destinations of loads. What the step does with the
-tier below host memory follows (`rank_tier.py`).
+A step's plan starts before its forward pass: its stores read what earlier steps computed. vLLM zeroes new blocks before
+this call, except destinations of loads that requests wait for. Nothing in this step reads what these load; for other
+loads its compute waits. What the step does with the tier below host memory follows (`rank_tier.py`).
 """
 
 import logging
@@ -127,7 +127,7 @@ class WorkerHalf:
             load_seconds=LOAD_SECONDS,
             on_done=self._times.observe,
         )
-        self._early = EarlyEnds(self._worker, choice.copier) if self._announces else None
+        self._early = EarlyEnds(self._worker, choice.copier)
 
     def _join(self, pool: EnginePool, shapes: RankShapes, order: str, device: torch.device) -> RankShapes:
         """Join the pool. The shapes of this rank in its slots, which are as large as the largest rank requires."""
@@ -154,20 +154,22 @@ class WorkerHalf:
 
     def begin(self, metadata: StepMetadata) -> None:
         """Start this rank's share of a step's plan, after the GPU work that was launched before."""
-        if self._worker is None or self._share is None or metadata.plan is None:
+        if self._worker is None or self._share is None or self._early is None or metadata.plan is None:
             return
         self._waiting |= metadata.requests
         if metadata.requests:
             self._unplanned = metadata.requests.keys() - {transfer.id for transfer in metadata.plan.transfers}
         self._computes, self._is_awaited = metadata.computes, metadata.is_awaited
         self._timed = metadata.timed
-        if self._early is not None and self._announced:
+        if self._announced:
             if metadata.computes:
                 self._early.hold_compute(self._announced)
                 self._announced.clear()
             else:
                 self._announced = self._early.still_open(self._announced)
         self._worker.run(self._share.of_plan(metadata.plan))
+        if loads := metadata.computed_on:
+            self._early.hold_compute(loads)
         if self._tier is not None and metadata.tier is not None:
             self._tier.run(metadata.tier)
 
@@ -252,7 +254,9 @@ class WorkerHalf:
 
     def _ending_soon(self) -> set[int]:
         """The loads in flight that will have ended by the time vLLM computes, if they are announced now."""
-        return set() if self._early is None else self._early.ends_soon(RESUME_SECONDS) & self._waiting.keys()
+        if self._early is None or not self._announces:
+            return set()
+        return self._early.ends_soon(RESUME_SECONDS) & self._waiting.keys()
 
 
 def _in_a_thread(work: Callable[[], Result], device: torch.device) -> Result:
