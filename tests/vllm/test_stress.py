@@ -11,6 +11,7 @@ import pytest
 from tests.vllm.engine import LOADING, MAX_MODEL_LEN, PREEMPTED, RUNNING, Engine
 
 REQUESTS = int(os.environ.get("VLLM_REQUESTS", "1000"))
+FEW = 20_000  # bytes, some blocks: compute waits for shorter loads, and requests for longer ones
 WITH_LITTLE_ROOM = (
     "hit",
     "miss",
@@ -39,6 +40,7 @@ WITH_ROOM = (
     "resets during a store",
     "stores of what compute overwrites",
 )
+AWAITED = ("loads computed on",)
 BESIDE = ("loads beside a step", "stores beside a step")
 
 
@@ -103,15 +105,18 @@ def live_through(engine: Engine, requests: int) -> None:
     ids=["lazy", "lazy with room", "eager"],
 )
 @pytest.mark.parametrize(
-    ("ranks", "asynchronous", "seed"),
-    [(1, False, 1), (3, False, 5), (2, True, 3)],
+    ("ranks", "asynchronous", "seed", "sync_load_bytes"),
+    [(1, False, 1, 0), (3, False, 5, FEW), (2, True, 3, FEW)],
     ids=["one-rank", "three-ranks", "async"],
 )
-def test_no_request_ever_reads_wrong_kv_and_nothing_leaks(tmp_path, ranks, asynchronous, seed, offload, blocks, wanted):
-    options = dict(offload=offload, device_blocks=blocks, failure_rate=0.03)
+def test_no_request_ever_reads_wrong_kv_and_nothing_leaks(
+    tmp_path, ranks, asynchronous, seed, sync_load_bytes, offload, blocks, wanted
+):
+    options = dict(offload=offload, device_blocks=blocks, failure_rate=0.03, sync_load_bytes=sync_load_bytes)
     engine = Engine(tmp_path, ranks=ranks, asynchronous=asynchronous, seed=seed, **options)
     live_through(engine, requests=REQUESTS)
     print(sorted(engine.counts.items()), engine.cache.statistics())
+    wanted += AWAITED if sync_load_bytes else ()
     wanted += BESIDE[: 2 if offload == "lazy" else 1] if asynchronous else ()
     missing = [what for what in wanted if not engine.counts[what]]
     engine.check_nothing_leaked()

@@ -11,7 +11,7 @@ from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests.vllm.engine import Engine
 from tests.vllm.fake_tier import FakeTier
 from tests.vllm.test_groups import MODELS
-from tests.vllm.test_stress import live_through
+from tests.vllm.test_stress import FEW, live_through
 
 FAULTS = dict(failure_rate=0.02, refusal_rate=0.02, slowest=12)
 WANTED = (
@@ -47,13 +47,15 @@ RANKS = dict(ranks=2, asynchronous=True)
 def test_whatever_becomes_of_reads_no_request_reads_wrong_kv_and_nothing_leaks(tmp_path, model, offload, more):
     size = dict(device_blocks=24 + 24 * len(MODELS[model]), host_blocks=100, tier_slots=220)
     options = dict(tier={"offload": offload}, tier_faults=FAULTS, failure_rate=0.03, seed=1)
-    engine = Engine(tmp_path, groups=MODELS[model], offload="lazy", **size, **options, **more)
+    awaited = FEW if model == "full" else 0
+    engine = Engine(tmp_path, groups=MODELS[model], offload="lazy", sync_load_bytes=awaited, **size, **options, **more)
     live_through(engine, requests=600)
     statistics = engine.half.tier.tier_statistics()
     print(sorted(engine.counts.items()), statistics)
     engine.check_nothing_leaked()
     missing = [what for what in WANTED if not engine.counts[what]]
     assert not missing, f"this never happened: {missing}"
+    assert bool(engine.counts["loads computed on"]) == bool(awaited)
     assert min(statistics.hit_tokens, statistics.late, statistics.refused) > 0
     assert statistics.cache.loads_failed > 0 or statistics.cache.stores_failed > 0
     assert not engine.cache.is_off
