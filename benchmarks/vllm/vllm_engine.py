@@ -17,6 +17,14 @@ lets the prompts of "decoding" decode, and adds the prompt of "beside" after som
 
 the seconds from one token of the decoding requests to the next, before the prompt came and until its first token, and
 those of the prompt.
+
+    {"short": [[[seed, length], ...], ...], "decoding": [...], "computing": [...], "pause": 0.1}
+
+adds the prompts of "short" one after the other: while those of "decoding" decode, if there are any, or each while one
+of "computing" is computed. The reply has the seconds of each, its tokens that were found, and the longest step until
+its first token:
+
+    {"seconds": [...], "cached": [...], "longest": [...]}
 """
 
 import json
@@ -29,6 +37,8 @@ from typing import Any
 
 VOCABULARY = 128_000
 DECODED = 64  # tokens that requests have decoded before their steps are timed
+BETWEEN = 12  # steps that requests decode before each short prompt
+COMPUTING_SECONDS = 0.03  # after which the step of a long prompt has begun
 MARK = "ANSWER "  # begins each reply, because vLLM writes to the same pipe
 
 
@@ -84,6 +94,35 @@ def beside(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     return {"alone": alone, "beside": times, "seconds": seconds, "cached": cached}
 
 
+def short(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    engine = llm.llm_engine
+    decoding = [f"decoding {at}" for at in range(len(command["decoding"]))]
+    for name, prompt in zip(decoding, command["decoding"], strict=True):
+        engine.add_request(name, tokens_of(prompt), sampled(8 * DECODED))
+    reply: dict[str, list[Any]] = {"seconds": [], "cached": [], "longest": []}
+    for at, prompt in enumerate(map(tokens_of, command["short"])):
+        for _ in range(BETWEEN if decoding else 0):
+            step(engine)
+        for beside in command["computing"][at : at + 1]:
+            engine.add_request(f"computing {at}", tokens_of(beside), sampled(1))
+            time.sleep(COMPUTING_SECONDS)
+        start, longest, cached = time.perf_counter(), 0.0, None
+        engine.add_request(f"short {at}", prompt, sampled(1))
+        while cached is None:
+            seconds, outputs = step(engine)
+            longest = max(longest, seconds)
+            cached = next((each.num_cached_tokens for each in outputs if each.request_id == f"short {at}"), None)
+        for name, value in zip(reply, (time.perf_counter() - start, cached, longest), strict=True):
+            reply[name].append(value)
+        while not decoding and engine.has_unfinished_requests():
+            engine.step()
+        time.sleep(0 if decoding else command["pause"])
+    engine.abort_request(decoding)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return dict(reply)
+
+
 def step(engine: Any) -> tuple[float, Any]:
     """The seconds until there are tokens, and the requests that have them."""
     start = time.perf_counter()
@@ -102,6 +141,8 @@ def reply_to(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         return answer(llm, command)
     if "beside" in command:
         return beside(llm, command)
+    if "short" in command:
+        return short(llm, command)
     return {"metrics": metrics(llm, command["metrics"])}
 
 

@@ -11,6 +11,7 @@ measured; tests/vllm and tests/gpu/vllm_equality.py test that bytes are right.
     none                      vLLM without a connector: what the device has evicted is computed again
     null                      the same hits as ours, without copies: a lower bound
     ours-lazy, ours-eager     CPUPrefixCacheConnector
+    ours-parked, ours-short   the same: requests wait for all loads, or a step for all those of `short`
     simple-lazy, simple-eager, offloading      vLLM's SimpleCPUOffloadConnector and OffloadingConnector
 
     idle       new prompts on a device that is never full: the cost of a connector without hits
@@ -20,6 +21,9 @@ measured; tests/vllm and tests/gpu/vllm_equality.py test that bytes are right.
                long they take when the device still has the beginning
     rounds     32 prompts of 8,192 tokens at once, with 128 tokens of output each, three times
     full       new prompts on a device that is full: stores run all the time
+    short      the first token of known prompts of 512, 1,024 and 2,048 tokens and 32 new ones: alone, while 8 requests
+               decode, and while a prompt of 8,192 tokens is computed; with --device-blocks 2600, --prompts 4 and
+               --host-gib 22 five engines fit one GPU and find all of them
     decode     steps of 8 requests that decode, alone and until the first token of a known prompt of 32,768 tokens
 """
 
@@ -95,6 +99,9 @@ DECODING = 8  # requests, in `decode`
 DECODING_TOKENS = 256
 STEPS = 50
 FEW = 4  # prompts at a time, in `idle` and `stores`
+SHORT = (512, 1_024, 2_048)
+SHORT_BYTES = 2 * GIB  # as much as any of these prompts has
+COMPUTED = 8_192
 LOADED = "vllm:kv_offload_load_bytes"
 
 OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
@@ -106,6 +113,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "none": None,
     "null": (NULL, {"offload": "lazy"}),
     "ours-lazy": (OURS, {"offload": "lazy"}),
+    "ours-parked": (OURS, {"offload": "lazy", "sync_load_bytes": 0}),
+    "ours-short": (OURS, {"offload": "lazy", "sync_load_bytes": SHORT_BYTES}),
     "ours-eager": (OURS, {"offload": "eager"}),
     "ours-adaptive": (OURS, {"offload": "lazy", "policy": "adaptive"}),
     "ours-coded": (OURS, {"offload": "lazy", "codec": "exponent"}),
@@ -116,6 +125,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "simple-eager": (SIMPLE, {}),
     POOL: (OURS, {"offload": "eager"}),
     "offloading": (OFFLOADING, {}),
+    "offloading-short": (OFFLOADING, {"sync_load_budget_bytes": SHORT_BYTES}),
     "offloading-arc": (OFFLOADING, {"eviction_policy": "arc"}),
     "offloading-adaptive": (
         OFFLOADING,
@@ -392,7 +402,39 @@ def decode(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict
         )
 
 
-PARTS = {part.__name__: part for part in (idle, stores, ttft, together, rounds, full, decode)}  # in this order
+def short(running: Sequence[Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The engines take turns, round by round. The host has what was sent before each situation, and the device not."""
+    for beside in ("nothing", "decoding", "computing"):
+        prompts = {
+            engine.name: [[engine.new(each) for each in SHORT] for _ in range(args.prompts)] for engine in running
+        }
+        for engine in running:
+            engine.ask([prompt for each in prompts[engine.name] for prompt in each])
+            engine.ask([engine.new(COMPUTED) for _ in range(args.device_blocks * 16 // COMPUTED + 1)])
+        time.sleep(1)
+        answers: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in running}
+        for at in range(args.prompts):
+            for engine in running:
+                known = [prompt + engine.new(TAIL) for prompt in prompts[engine.name][at]]
+                decoding = [engine.new(DECODING_TOKENS) for _ in range(DECODING if beside == "decoding" else 0)]
+                computing = [engine.new(COMPUTED) for _ in SHORT if beside == "computing"]
+                command = {"short": known, "decoding": decoding, "computing": computing, "pause": PAUSE_SECONDS / 2}
+                answers[engine.name].append(engine.send(command))
+        for name, each in answers.items():
+            for at, length in enumerate(SHORT):
+                seconds = [answer["seconds"][at] for answer in each]
+                yield dict(
+                    engine=name,
+                    beside=beside,
+                    tokens=length,
+                    first_token_ms=ms(seconds),
+                    all_ms=all_ms(seconds),
+                    longest_step_ms=ms([answer["longest"][at] for answer in each]),
+                    found=[answer["cached"][at] for answer in each],
+                )
+
+
+PARTS = {part.__name__: part for part in (idle, stores, ttft, together, rounds, full, decode, short)}  # in this order
 
 
 def main() -> None:
