@@ -796,7 +796,8 @@ class Engine:
             caches = one_group(device_blocks)
         if groups is not None:
             caches = KVCacheConfig(device_blocks, [], list(groups), retention)
-        options = {"reset": "with_connector"} | options  # what only empties the device is not to end the host, too
+        # What only empties the device is not to end the host, too; and here all loads are short.
+        options = {"reset": "with_connector", "sync_load_bytes": 0} | options
         config = vllm_config(folder, offload=offload, **options)
         config.scheduler_config.async_scheduling = asynchronous  # on CPUs vLLM turns it off itself
         config.scheduler_config.policy = "priority" if priorities else "fcfs"

@@ -69,7 +69,9 @@ def expected_of(model: str) -> list[Answer]:
 
 
 class CachedEngine(RealEngine):
-    """`cache`: options of the connector, beside its memory. `copies`: the fate of its copies."""
+    """`cache`: options of the connector, beside its memory. `copies`: the fate of its copies. Where they have one,
+    requests wait for their loads; else the first step that computes does.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class CachedEngine(RealEngine):
         with ExitStack() as around:
             if copies is not None:
                 around.enter_context(copies.in_place())
-            said = dict(cpu_bytes_to_use=host_bytes) | cache
+            said = dict(cpu_bytes_to_use=host_bytes) | ({} if copies is None else dict(sync_load_bytes=0)) | cache
             super().__init__(folder, **dict(connector=CONNECTOR, extra=said) | (engine or {}))
 
     @property

@@ -1,4 +1,4 @@
-"""Short hits, for whose loads compute waits and no request.
+"""Short hits, for whose loads compute waits and no request: all hits of these prompts, by default.
 
 Where answers are compared, two controls fail: one with a damaged block in each load, and one in which compute does not
 wait for what it reads.
@@ -54,7 +54,7 @@ def parked(engine: CachedEngine) -> list[object]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_answers_are_the_same_and_nobody_waits(model, way):
-    with CachedEngine(folder_of(model), sync_load_bytes=ANY, **WAYS[way]) as engine:
+    with CachedEngine(folder_of(model), **WAYS[way]) as engine:
         computed = answer_in_pairs(engine, PROMPTS)
         engine.flood()
         waited = parked(engine)
@@ -126,7 +126,7 @@ def test_a_hit_beyond_the_bytes_of_a_step_waits():
 
 
 def test_a_model_with_windows_waits():
-    with CachedEngine(folder_of("gemma3"), offload="eager", sync_load_bytes=ANY) as engine:
+    with CachedEngine(folder_of("gemma3"), offload="eager") as engine:
         engine.answer(PROMPTS)
         engine.forget()
         waited = parked(engine)
