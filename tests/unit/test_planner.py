@@ -129,6 +129,7 @@ def test_a_checkpoint_has_the_pieces_of_every_group_but_the_prefix_groups():
 def test_a_boundary_where_every_local_chunk_begins_needs_no_checkpoint():
     mixed = planner(group(tokens=16), local(64))
     assert [mixed.needs_checkpoint(depth) for depth in range(6)] == [False, True, True, True, False, True]
+    assert [mixed.unaided_depth(depth) for depth in (7, 3, 4, 9)] == [4, 0, 4, 8]
     assert mixed.has_checkpoints
     assert not planner(group(tokens=16)).has_checkpoints
 

@@ -109,6 +109,7 @@ class HybridChunkPlanner:
         self.lookahead_chunks = -(-lookahead_tokens // self.grid_tokens)
         self._checkpoint_groups = tuple(at for at, piece in enumerate(self.pieces) if not piece.in_chunk)
         self._known_needs: dict[int, bool] = {}  # depth -> `needs_checkpoint`, asked for every chunk that is cached
+        self._known_unaided = [0]  # by depth: `unaided_depth`
 
     def below(self) -> "HybridChunkPlanner":
         """The planner of a cache whose device is the host pool, with slots as large as host blocks."""
@@ -158,6 +159,16 @@ class HybridChunkPlanner:
             known = any(len(self.groups[at].needed(boundary)) for at in self._checkpoint_groups)
             self._known_needs[depth] = known
         return known
+
+    def unaided_depth(self, depth: int) -> int:
+        """The largest depth, up to this one, at which a request can resume without a checkpoint; 0 if there is none.
+        Amortised O(1): with windows or states it is 0 everywhere.
+        """
+        known = self._known_unaided
+        for each in range(len(known), depth + 1):
+            is_aided = not self.resumable_chunks(each) or self.needs_checkpoint(each)
+            known.append(known[-1] if is_aided else each)
+        return known[depth]
 
     def checkpoint(self, depth: int) -> tuple[PieceAt, ...]:
         """The pieces of the checkpoint below `depth` chunks: group by group, in token order."""

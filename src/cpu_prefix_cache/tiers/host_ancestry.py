@@ -30,21 +30,19 @@ class HostAncestry(Ancestry):
         self.settled.difference_update(departed)
 
     def is_dependent(self, key: bytes) -> bool:
-        node = self._host.find(key)
-        return node is not None and self._waits_for_checkpoint(node)
+        host, node = self._host, self._host.find(key)
+        if node is None or not self._planner.has_checkpoints or node in host.checkpoints:
+            return False
+        return self._planner.needs_checkpoint(host.depth(node))
 
     def independent(self, key: bytes) -> bytes | None:
         """The deepest of this chunk and those above it that is of use without a checkpoint. None: there is none."""
         node = self._host.find(key)
-        while node is not None and self._waits_for_checkpoint(node):
-            node = self._host.parent(node)
-        return None if node is None else self._host.key(node)
-
-    def _waits_for_checkpoint(self, node: int) -> bool:
-        host, planner = self._host, self._planner
-        if not planner.has_checkpoints or node == host.root or node in host.checkpoints:
-            return False
-        return planner.needs_checkpoint(host.depth(node))
+        if node is None or not self.is_dependent(key):
+            return key
+        depth = self._host.depth(node)
+        unaided = self._planner.unaided_depth(depth)
+        return self._host.key(self._host.path(node, 1 + depth - unaided)[0]) if unaided else None
 
     def checkpoint(self, key: bytes) -> CheckpointAt | None:
         node = self._host.find(key)

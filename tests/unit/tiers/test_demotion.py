@@ -3,6 +3,8 @@
 `S8.n` numbers edge cases that broke the tiers of other caches.
 """
 
+from string import ascii_letters
+
 import pytest
 
 from cpu_prefix_cache import Hit, Miss, Pending
@@ -18,7 +20,7 @@ from cpu_prefix_cache.messages.tier import TierOptions
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
-from tests.unit.tiers.small_tier import FULL, GRID, STATE, Tiered, chain_names
+from tests.unit.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
 
 def test_eager_writes_what_reaches_the_host():
@@ -188,6 +190,18 @@ def test_a_chunk_and_its_checkpoint_are_written():
     engine.host_has("abc", ["abc"])
     engine.works_off()
     assert engine.has_checkpoint_below("abc") and engine.below >= set(chain_names("abc"))
+
+
+def test_a_chunk_without_a_checkpoint_costs_the_same_below_a_long_prompt(monkeypatch):
+    """It is of no use to the tier, nor is what is above it: nobody walks up there."""
+    walked = []
+    parent = BlockPool.parent
+    monkeypatch.setattr(BlockPool, "parent", lambda pool, node: walked.append(node) or parent(pool, node))
+    engine = Tiered(FULL, WINDOW, host=128)
+    for end in range(1, 41):
+        engine.host_has(ascii_letters[:end])
+        engine.steps_below()
+    assert len(walked) <= 40 and not engine.below
 
 
 def test_several_blocks_to_a_chunk():
