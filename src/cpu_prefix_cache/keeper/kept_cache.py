@@ -421,6 +421,7 @@ class KeptCache:
         is_ready = max(take.granted.all_slots) < self._ready
         if not is_ready or self.is_off or not self._messenger.begin_use(take.connection):
             self._takes.end(take, 0)
+            take.lost(take.first)
             return
         copies = self._store_copies(take)
         plan = self._ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies))

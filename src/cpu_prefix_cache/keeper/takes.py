@@ -4,8 +4,9 @@
     open       `take` went out
     granted    slots for what nobody has, or writes: it shrinks to that, which is copied by the ranks
     again      another engine, or another request, is writing some of it: sent again in the next step
-    dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends. Where the pool may
-               lack them still, `lost` hears from which chunk on: they can be taken again
+    dropped    the pool has them, or has no room, or the keeper is gone or too slow: the hold ends
+
+Where the pool may lack chunks still, `lost` hears from which one on: they can be taken again.
 
 Blocks are held for TAKE_SECONDS at most after the step that computed them, however long that took, and until a write
 has ended.
@@ -90,6 +91,8 @@ class Takes:
         if granted.all_slots and granted.first >= take.first:
             chunks, skipped = len(granted.slots) // self._slots_per_chunk, granted.first - take.first
             keys, blocks = take.keys[: granted.first + chunks], take.blocks[skipped : skipped + chunks]
+            if len(keys) < len(take.keys):
+                take.lost(len(keys))
             return replace(take, keys=keys, first=granted.first, blocks=blocks, granted=granted)
         if granted.try_again:
             self._again.append(take)

@@ -284,6 +284,31 @@ def test_chunks_that_were_not_taken_are_taken_at_the_end_of_their_request(answer
         assert engine.reports(engine.stores()).numbers == (4, False)
 
 
+def test_chunks_whose_slots_were_not_prepared_yet_are_taken_at_the_end_of_their_request():
+    engine = Engine(ready_slots=0)
+    engine.computes()
+    engine.line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3)
+    engine.cache.passed(0.0)
+    assert engine.line.kinds() == [Kind.TAKE, Kind.COMMIT]
+    engine.cache.report(RankReport(0, ready_blocks=SLOTS))
+    engine.cache.finished("r", 4 * GRID)
+    assert engine.reports(engine.stores()).numbers == (4, False)
+
+
+def test_chunks_behind_those_that_were_granted_are_taken_at_the_end_of_their_request():
+    engine = Engine()
+    engine.computes()
+    engine.line.answer(Kind.TOOK, False, 0, 2, 0, 1)
+    engine.cache.passed(0.0)
+    (plan,) = engine.cache.step().transfers
+    assert engine.reports(plan.id).numbers == (2, False)
+    engine.cache.finished("r", 4 * GRID)
+    engine.line.answer(Kind.TOOK, False, 2, 2, 2, 3)
+    engine.cache.passed(0.0)
+    (plan,) = engine.cache.step().transfers
+    assert plan.copies[0].host_blocks == (2, 3) and engine.reports(plan.id).numbers == (2, False)
+
+
 def test_a_drafter_that_looks_ahead_is_refused():
     with pytest.raises(ConfigurationError, match="knows no drafter"):
         Engine(lookahead=GRID)
