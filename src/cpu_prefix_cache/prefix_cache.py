@@ -22,7 +22,7 @@ Rules are numbered in README.md beside this file.
 """
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
@@ -316,12 +316,13 @@ class CPUPrefixCache:
         """An engine step begins: what all ranks are to copy after the compute of the steps before.
 
         Short loads come before long ones, each behind the stores that it follows: they wait for one link, and so their
-        mean wait is least. First come stores that hold compute, and last those that nobody waits for.
+        mean wait is least. Before them come those whose requests go on, because a step waits for these, and first
+        stores that hold compute; last those that nobody waits for.
         """
         self._running.begin_step()
         self._is_full = False
         plan = self.edge.begin_step()
-        return plan._replace(transfers=_in_turn(plan.transfers)) if len(plan.transfers) > 1 else plan
+        return plan._replace(transfers=_in_turn(plan.transfers, self._turn)) if len(plan.transfers) > 1 else plan
 
     def catch_up(self) -> None:
         """Do what would have delayed the step's plan, now that it has gone out to the ranks.
@@ -459,6 +460,11 @@ class CPUPrefixCache:
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         """Hook of a cache above a tier: the chunks of these stores can be found from now on."""
 
+    def _turn(self, load: TransferPlan) -> tuple[bool, int]:
+        running = self._running.get(self.edge.ledger.loads[load.id].owner)
+        goes_on = running is not None and running.load is None
+        return not goes_on, load.num_bytes
+
     def _loading(self, request: Request, n0: int) -> LoadTransfer | None:
         """The load that brings enough from `n0` on to be waited for. Found by two keys, and not by all of the prompt: a
         convoy of prompts on one prefix is looked up in each step, while threads of the same process copy.
@@ -571,9 +577,11 @@ def _check(planner: HybridChunkPlanner, host_blocks: int, checkpoint_interval: i
         )
 
 
-def _in_turn(transfers: Sequence[TransferPlan]) -> tuple[TransferPlan, ...]:
+def _in_turn(
+    transfers: Sequence[TransferPlan], turn: Callable[[TransferPlan], tuple[bool, int]]
+) -> tuple[TransferPlan, ...]:
     """The transfers of a plan in the order of `CPUPrefixCache.step`; without loads as they were planned."""
-    loads = sorted((each for each in transfers if each.direction is Direction.LOAD), key=lambda load: load.num_bytes)
+    loads = sorted((each for each in transfers if each.direction is Direction.LOAD), key=turn)
     if not loads:
         return tuple(transfers)
     planned = {each.id: each for each in transfers}

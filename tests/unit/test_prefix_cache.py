@@ -147,6 +147,15 @@ def test_a_plan_has_short_loads_before_long_ones_and_what_nobody_waits_for_last(
     assert store.direction is Direction.STORE and [each.id for each in loads] == [short, long]
 
 
+def test_loads_that_a_step_waits_for_come_before_shorter_ones_that_requests_wait_for():
+    engine = on_host_only("abcd")
+    engine.serves("xy")
+    engine.device_forgets()
+    awaited, shorter = engine.starts("goes on", "abcd"), engine.starts("waits", "xy")
+    engine.cache.goes_on("goes on")
+    assert [each.id for each in engine.steps().transfers] == [awaited, shorter]
+
+
 def test_bad_destinations_are_refused_before_anything_is_pinned():
     """S7.19, L5.32, rule 7"""
     engine = on_host_only("abc")
