@@ -92,7 +92,8 @@ def test_more_than_the_bytes_of_a_step_waits(start):
     engine.check_nothing_leaked()
 
 
-def test_a_hit_behind_a_load_that_a_request_waits_for_waits_too(start):
+@pytest.mark.parametrize(("room", "status"), [(56, RUNNING), (55, LOADING)], ids=["room for both", "no room"])
+def test_a_hit_behind_a_load_that_a_request_waits_for_takes_room_beside_it(start, room, status):
     """Both loads share a link, in turn: the step would wait for both."""
     engine = start(offload="eager")
     other = list(range(100, 130))
@@ -102,10 +103,10 @@ def test_a_hit_behind_a_load_that_a_request_waits_for_waits_too(start):
     engine.ranks[0].pace = 3
     waiting = engine.submit(other)
     engine.step()
-    engine.half._most_awaited = ANY
+    engine.half._most_awaited = room
     behind = engine.submit(PROMPT)
     engine.step()
-    assert [engine.requests[id].status for id in (waiting, behind)] == [LOADING, LOADING]
+    assert [engine.requests[id].status for id in (waiting, behind)] == [LOADING, status]
     engine.drain()
     assert not engine.half._parked
     engine.check_nothing_leaked()

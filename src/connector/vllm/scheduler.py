@@ -115,7 +115,7 @@ class SchedulerHalf:
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned
         self._unwritten: Container[bytes] | None = ()
         self._most_awaited = _most_awaited(settings, self.device)  # tokens a step
-        self._parked = set[int]()  # loads in flight for which requests wait
+        self._parked: dict[int, int] = {}  # loads in flight for which requests wait, each with its tokens
         self._steps = 0
         self._begun: dict[int, tuple[int, float]] = {}  # timed steps in flight: tokens, time of the start
 
@@ -153,7 +153,7 @@ class SchedulerHalf:
 
     def _may_be_awaited(self, tokens: int) -> bool:
         """Whether compute of this step may wait for a load of so many tokens: it waits for all before it, too."""
-        return not self._parked and self._step.awaited_tokens + tokens <= self._most_awaited
+        return sum(self._parked.values()) + self._step.awaited_tokens + tokens <= self._most_awaited
 
     def _boundary(self, known: Known, ours: Request) -> int | None:
         """The token up to which a request has KV on the device, or can load it. None: ask again later."""
@@ -205,7 +205,7 @@ class SchedulerHalf:
             load = self.cache.load(id, boundary, destinations, self.clock())
             if known.is_parked:
                 self._step.loads[load] = id
-                self._parked.add(load)
+                self._parked[load] = num_external_tokens
             else:
                 self._step.awaited_tokens += num_external_tokens
                 self.cache.goes_on(id)
@@ -284,7 +284,7 @@ class SchedulerHalf:
                 self.tier.report_below(below)
         for report in reports.reports if reports is not None else ():
             for each in self.cache.report(report):
-                self._parked.discard(each.id)
+                self._parked.pop(each.id, None)
                 known = self._requests.if_admitted(each.request_id)
                 if known is not None and not each.ok:
                     known.load_failed = True
