@@ -2,6 +2,7 @@
 
 import pytest
 
+from connector.vllm.scheduler import SchedulerHalf
 from tests.vllm.engine import (
     BLOCK,
     LOADING,
@@ -55,6 +56,20 @@ def test_a_hit_is_computed_in_the_step_that_loads_it(start, offload):
     assert engine.admitted[-1] == (0, 28)
     engine.drain()
     engine.check_nothing_leaked()
+
+
+def test_a_part_of_a_hit_that_ends_within_a_chunk_is_not_computed_on(start, monkeypatch):
+    """No release takes one."""
+    engine = start()
+    taken = SchedulerHalf.update_state_after_alloc
+    monkeypatch.setattr(
+        SchedulerHalf,
+        "update_state_after_alloc",
+        lambda half, request, blocks, count: taken(half, request, blocks, count - 1),
+    )
+    engine.submit(PROMPT)
+    with pytest.raises(RuntimeError, match="no whole chunks, and would compute behind them"):
+        engine.step()
 
 
 def test_stores_of_what_it_overwrites_come_first(start):

@@ -213,9 +213,15 @@ class SchedulerHalf:
     def _fail_unplanned(self, known: Known, tokens: int) -> None:
         """Have a request compute of whose hit vLLM has taken a part that ends within a chunk: it cannot resume there.
 
-        What ends before, neither: vLLM counts all these tokens as computed when a load ends well.
+        What ends before, neither: vLLM counts all these tokens as computed when a load ends well. Raises RuntimeError
+        where it counts them now.
         """
         id, loads = known.request.request_id, self._step.loads
+        if not known.is_parked:
+            raise RuntimeError(
+                f"vLLM has taken {tokens} tokens for request {id}, no whole chunks, and would compute behind them: "
+                "start it with sync_load_bytes 0"
+            )
         logger.warning("vLLM has taken %d tokens for request %s, no whole chunks: they are computed", tokens, id)
         known.load_failed = True
         loads[-1 - len(loads)] = id
