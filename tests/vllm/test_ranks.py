@@ -1,6 +1,5 @@
 """Several ranks begin together, or none does; and nothing is left of those that did not."""
 
-import multiprocessing
 import threading
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.memory import claims, limits, mapping
 from tests.vllm.engine import BLOCK, latent, one_group, vllm_config
-from tests.vllm.two_processes import said_by
+from tests.vllm.two_processes import PROCESSES, said_by
 
 BLOCKS = 48
 
@@ -134,11 +133,10 @@ def test_a_problem_of_one_rank_is_one_of_all_others(tmp_path, axis):
 
 def test_a_rank_that_is_killed_leaves_nothing_and_the_other_keeps_the_region(tmp_path):
     before = shared_files()
-    context = multiprocessing.get_context("spawn")
-    told = [context.Queue() for _ in range(2)]  # a killed process may take the lock of its queue along
-    first, second = (context.Semaphore(0) for _ in range(2))
+    told = [PROCESSES.Queue() for _ in range(2)]  # a killed process may take the lock of its queue along
+    first, second = (PROCESSES.Semaphore(0) for _ in range(2))
     processes = [
-        context.Process(target=lives, args=(rank, tmp_path, tmp_path / "meeting", told[rank], go_on), daemon=True)
+        PROCESSES.Process(target=lives, args=(rank, tmp_path, tmp_path / "meeting", told[rank], go_on), daemon=True)
         for rank, go_on in enumerate((first, second))
     ]
     for process in processes:
