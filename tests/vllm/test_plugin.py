@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import connector
 from tests.vllm.models import save_llama
 
@@ -54,6 +56,7 @@ def engine_in(folder: Path) -> subprocess.CompletedProcess[str]:
     return python_in(folder, "engine.py")
 
 
+@pytest.mark.slow
 def test_all_processes_of_an_engine_find_the_connector_by_its_name(tmp_path):
     ran = engine_in(tmp_path)
     assert ran.returncode == 0, ran.stderr

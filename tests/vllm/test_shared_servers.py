@@ -21,6 +21,7 @@ def begin(tmp_path):
         yield begin
 
 
+@pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("store", ["redis", "mooncake"])
 def test_chunks_that_one_server_has_computed_another_one_loads(begin, store):
