@@ -114,23 +114,19 @@ def test_a_request_may_be_aborted_in_its_step(start):
     assert max(differences(answers, expected_of("llama")[:2])) <= TOLERANCE
 
 
-def test_a_hit_beyond_the_bytes_of_a_step_waits():
-    with CachedEngine(folder_of("llama"), offload="eager", sync_load_bytes=1) as engine:
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param("llama", {"sync_load_bytes": 1}, id="beyond the bytes of a step"),
+        pytest.param("gemma3", {}, id="windows"),
+    ],
+)
+def test_the_request_of_another_hit_waits(model, options):
+    with CachedEngine(folder_of(model), offload="eager", **options) as engine:
         engine.answer(PROMPTS)
         engine.forget()
         waited = parked(engine)
         answers = engine.answer(PROMPTS[:2])
         engine.check_nothing_leaked()
     assert len(waited) == 2
-    assert max(differences(answers, expected_of("llama")[:2])) <= TOLERANCE
-
-
-def test_a_model_with_windows_waits():
-    with CachedEngine(folder_of("gemma3"), offload="eager") as engine:
-        engine.answer(PROMPTS)
-        engine.forget()
-        waited = parked(engine)
-        answers = engine.answer(PROMPTS[:2])
-        engine.check_nothing_leaked()
-    assert len(waited) == 2
-    assert max(differences(answers, expected_of("gemma3")[:2])) <= TOLERANCE
+    assert max(differences(answers, expected_of(model)[:2])) <= TOLERANCE
