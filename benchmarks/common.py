@@ -1,11 +1,12 @@
-"""Shared by all benchmarks: percentiles, and a header with the machine and the versions."""
+"""Shared by all benchmarks: percentiles, a header with the machine and the versions, and a keeper."""
 
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -27,6 +28,20 @@ def print_environment(packages: Sequence[str]) -> None:
 def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@contextmanager
+def keeper(path: str, host_bytes: int, stderr: int | None = None) -> Iterator["subprocess.Popen[bytes]"]:
+    """The process of a keeper that listens at `path`. It is killed at the end."""
+    command = ["cpu_prefix_cache.tools.cli", "keep", f"--socket={path}", f"--host-bytes={host_bytes}"]
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        if not process.stdout or not process.stdout.readline():
+            raise SystemExit(f"the keeper has ended with status {process.wait()}")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _version(package: str) -> str:

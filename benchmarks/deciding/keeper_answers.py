@@ -15,17 +15,14 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, percentile
+from benchmarks.common import environment, keeper, percentile
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES, NOBODY, Kind, Message, Received, encoded
 from cpu_prefix_cache.keeper.shape import spelled
@@ -99,10 +96,7 @@ def main() -> None:
     print("\n".join(environment(["cpu-prefix-cache"])))
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "kv.sock")
-        command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", "keep", f"--socket={path}"]
-        keeper = subprocess.Popen([*command, f"--host-bytes={SLOTS * BLOCK_BYTES}"], stdout=subprocess.PIPE)
-        try:
-            keeper.stdout.readline()
+        with keeper(path, SLOTS * BLOCK_BYTES) as process:
             results = multiprocessing.Queue()
             engines = [
                 multiprocessing.Process(target=live, args=(path, seed, options, results))
@@ -111,10 +105,7 @@ def main() -> None:
             for engine in engines:
                 engine.start()
             times = [each for _ in engines for each in results.get()]
-            busy = processor_seconds(keeper.pid) / options.seconds
-        finally:
-            keeper.send_signal(signal.SIGKILL)
-            keeper.wait()
+            busy = processor_seconds(process.pid) / options.seconds
     report(times, busy, options)
 
 

@@ -14,17 +14,15 @@ import hashlib
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from mmap import mmap
 from pathlib import Path
 
-from benchmarks.common import environment
+from benchmarks.common import environment, keeper
 from benchmarks.deciding.keeper_answers import processor_seconds
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES, Kind, Message, Received, encoded
@@ -95,18 +93,12 @@ def main() -> None:
         with socket.socket(socket.AF_UNIX) as before:
             before.bind(path)  # what a keeper that was killed leaves behind
         began = time.monotonic()
-        command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", "keep", f"--socket={path}", "--host-bytes=1GiB"]
-        keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        try:
-            keeper.stdout.readline()
+        with keeper(path, 1 << 30, stderr=subprocess.DEVNULL) as process:
             listens = time.monotonic() - began
             with comes_back(path, files, block_bytes, lambda: time.monotonic() > began + PATIENCE) as connected:
                 hits = found(connected, prompt(num_slots // options.chunks // 2, options.chunks))
             finds = time.monotonic() - began
-            busy, resident = processor_seconds(keeper.pid), resident_bytes(keeper.pid)
-        finally:
-            keeper.send_signal(signal.SIGKILL)
-            keeper.wait()
+            busy, resident = processor_seconds(process.pid), resident_bytes(process.pid)
     if hits != options.chunks:
         raise SystemExit(f"{hits} of {options.chunks} chunks were found")
     print(f"{options.host_bytes} in {num_slots:,} slots of {options.block_bytes}, all of them with a record")

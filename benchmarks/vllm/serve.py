@@ -23,7 +23,6 @@ A convoy is that many prompts at once on one prefix of 32,768 tokens, which the 
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, print_environment
+from benchmarks.common import environment, keeper, print_environment
 from benchmarks.vllm import serve_trace
 from benchmarks.vllm.serve_report import convoy_row, convoy_table, served_row, served_table
 from benchmarks.vllm.vllm_reload import (
@@ -53,7 +52,6 @@ PACKAGES = ["vllm", "torch", "triton"]
 BLOCK_TOKENS = 16  # of the device
 CONVOY_TOKENS, CONVOY_TAIL = 32_768, 64
 WARM_UP = [4_096, 512, 64]  # tokens of prompts before the clock starts
-KEEPER_SECONDS = 20
 
 
 def parsed(cell: str) -> tuple[str, int]:
@@ -78,8 +76,9 @@ def engine(cell: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[E
     with ExitStack() as stack:
         options: dict[str, Any] = {}
         if name == POOL:
-            address = f"unix:{stack.enter_context(keeper(host_gib * GIB))}"
-            options["pool"] = {"address": address, "model": "random", "revision": "1"}
+            path = stack.enter_context(tempfile.TemporaryDirectory()) + "/kv.sock"
+            stack.enter_context(keeper(path, host_gib * GIB))
+            options["pool"] = {"address": f"unix:{path}", "model": "random", "revision": "1"}
         running = Engine(name, model, settings, "serve_engine", str(args.servers), **options)
         stack.callback(running.close)
         start = running.receive()
@@ -88,25 +87,6 @@ def engine(cell: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[E
         serve(running, [[request] for request in [([*running.new(length)], 8) for length in warm_up]])
         time.sleep(PIN_SECONDS_PER_GIB * host_gib * args.servers)
         yield running, start
-
-
-@contextmanager
-def keeper(host_bytes: int) -> Iterator[Path]:
-    """The socket of a keeper, which ends with it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kv.sock"
-        command = ["cpu_prefix_cache.tools.cli", "keep", f"--host-bytes={host_bytes}", f"--socket={path}"]
-        process = subprocess.Popen([sys.executable, "-m", *command])
-        try:
-            end = time.monotonic() + KEEPER_SECONDS
-            while not path.exists():
-                if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit("the keeper did not start")
-                time.sleep(0.1)
-            yield path
-        finally:
-            process.kill()
-            process.wait()
 
 
 def serve(running: Engine, users: Sequence[Sequence[tuple[Any, int]]]) -> dict[str, Any]:

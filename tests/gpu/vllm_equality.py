@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.vllm.serve import keeper
+from benchmarks.common import keeper
 from tests.gpu.drafters import DRAFTERS, speculative
 from tests.vllm import models
 from tests.vllm.models import initialise, some_tokens
@@ -254,9 +254,11 @@ def run(name: str, folder: Path, variant: str, ranks: int, codec: str) -> dict[s
 
 
 def second_on_a_pool(name: str, folder: Path, ranks: int, codec: str) -> dict[str, Any]:
-    with keeper(HOST_BYTES) as path:
-        for _ in range(2):
-            told = run(name, folder, f"{POOL}{path}", ranks, codec)
+    with tempfile.TemporaryDirectory() as place:
+        path = f"{place}/kv.sock"
+        with keeper(path, HOST_BYTES):
+            for _ in range(2):
+                told = run(name, folder, f"{POOL}{path}", ranks, codec)
     return told
 
 
