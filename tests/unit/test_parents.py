@@ -49,6 +49,13 @@ def knows(family, key):
     return key in family.parents._parent
 
 
+def test_taken_chunks_are_forgotten_and_give_their_parents():
+    parents = Parents(lambda keys: [True] * len(keys))
+    parents.add([b"a", b"ab", b"abc"], 0, 3)
+    assert parents.take([b"x", b"abc", b"a"]) == {b"abc": b"ab", b"a": None}, "unknown ones have no parent"
+    assert len(parents) == 1 and parents.take([b"abc", b"ab"]) == {b"ab": b"a"}
+
+
 def test_every_chunk_knows_the_one_above_it():
     family = Family()
     family.hears("abc")

@@ -137,8 +137,7 @@ class Late(Offload):
                     stores += self._store_run(links, sources, overwritten, into)
                 else:
                     self._parents.lost += len(links)  # they have no place
-        for key in leaving.keys() - gone.keys() if len(gone) < len(leaving) else ():
-            gone |= self._parents.take_run(key, {key})[0]
+        gone |= self._parents.take(leaving.keys() - gone.keys() if gone else leaving.keys())
         self._parents.keep(gone, self._stores.ledger.next_id)
         return stores
 

@@ -10,7 +10,7 @@ A store of what hangs below a chunk finds its place by the chunk's parent. So th
 
 from bisect import bisect_left
 from collections import ChainMap, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cpu_prefix_cache.offload.forgetting import Forgetting
@@ -68,6 +68,13 @@ class Parents:
         if above == UNKNOWN:
             run.popitem()
         return run, above != UNKNOWN
+
+    def take(self, keys: Collection[bytes]) -> Links:
+        """Forget these chunks. Their parents, of those that are remembered."""
+        parents, before = self._parent, len(self._parent)
+        links = {key: parents.pop(key) for key in keys if key in parents}
+        self._sweep.left(before - len(parents))
+        return links
 
     def keep(self, links: Links, next_id: int) -> None:
         """Keep the parents of what has left until the transfers before `next_id` have ended."""
