@@ -34,13 +34,13 @@ from typing import Any
 from benchmarks.common import environment, keeper, print_environment
 from benchmarks.vllm import serve_trace
 from benchmarks.vllm.serve_report import convoy_row, convoy_table, served_row, served_table
+from benchmarks.vllm.shapes import SHAPES
 from benchmarks.vllm.vllm_reload import (
     ENGINES,
     GIB,
     MAX_MODEL_LEN,
     PIN_SECONDS_PER_GIB,
     POOL,
-    SHAPES,
     SWEEP,
     Engine,
     end_engines_when_terminated,

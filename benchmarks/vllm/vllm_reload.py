@@ -43,53 +43,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import print_environment
+from benchmarks.vllm.shapes import OPTIONS, SHAPES
 from benchmarks.vllm.vllm_engine import MARK
 
 ROOT = Path(__file__).parents[2]
-LLAMA = {  # Llama 3.1 8B
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-GEMMA = {  # Gemma 3 12B, with the same KV: five windows of 1,024 tokens for each layer of full attention
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 3840,
-    "intermediate_size": 15360,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-SMALL = LLAMA | dict(num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=2)
-SMALL |= dict(num_key_value_heads=1, head_dim=32)  # for a trial without a GPU
-SHAPES = {"llama": LLAMA, "gemma3": GEMMA, "small": SMALL}
 MAX_MODEL_LEN = 40_960
-DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000, "small": 5_000}  # two prompts of 32,768; one, in six groups
+DEVICE_BLOCKS = {"llama": 5_000, "gemma3": 10_000, "mla": 5_000, "hybrid": 400, "small": 5_000}  # one or two of 32,768
 GIB = 1 << 30
 PIN_SECONDS_PER_GIB = 0.25  # when several engines pin at the same time
 PAUSE_SECONDS = 0.2  # longer than any engine needs to store what one prompt has evicted
@@ -159,6 +118,7 @@ class Engine:
             kv_cache_memory_bytes=GIB,  # so that vLLM does not profile memory, beside other engines
             max_num_batched_tokens=8192,
             disable_log_stats=not args.log_stats,
+            **OPTIONS.get(args.shape, {}),
         )
         kind = ENGINES[name]
         if kind is not None:

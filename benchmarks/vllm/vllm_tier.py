@@ -126,11 +126,12 @@ def main() -> None:
     parser.add_argument("--tier-gib", type=int, default=40, help="more than all prompts, host and device")
     parser.add_argument("--model", type=Path, help="a folder for the model's configuration: what vLLM compiles is kept")
     parser.add_argument("--json", type=Path)
+    parser.set_defaults(shape="llama")
     args = parser.parse_args()
     args.log_stats = True
     print_environment(["vllm", "torch", "triton"])
     results = []
-    with model_folder(args.model, "llama") as model:
+    with model_folder(args.model, args.shape) as model:
         for folder in args.folder:
             size = args.tier_gib * GIB
             tier = {"kind": "file", "path": str(folder), "bytes": size, "offload": "eager", "revision": "random"}
