@@ -154,6 +154,6 @@ class SimulatedDriver:
             raise AssertionError(f"{what} while a graph is captured, which ends the capture")
 
 
-def pinned_arena(driver, num_blocks=10, block_bytes=30_000):
+def pinned_arena(driver, num_blocks=10, block_bytes=30_000, region=None):
     """A host region that this driver pins, in slices of SLICE bytes."""
-    return HostArena(num_blocks, block_bytes, pinned_for=CUDA, driver=driver, slice_bytes=SLICE)
+    return HostArena(num_blocks, block_bytes, pinned_for=CUDA, region=region, driver=driver, slice_bytes=SLICE)

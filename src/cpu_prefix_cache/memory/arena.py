@@ -14,7 +14,7 @@ import torch
 from cpu_prefix_cache.memory import claims, mapping
 from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
-from cpu_prefix_cache.memory.pages import Pages, processors_near
+from cpu_prefix_cache.memory.pages import Pages, processors_near, processors_of_nodes
 from cpu_prefix_cache.memory.registration import Registration
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ class HostArena:
             pinned_for = None
         if pinned_for is not None and driver is None:
             driver = _driver_for(pinned_for)  # first, because it may raise
-        num_bytes = num_blocks * block_bytes
+        num_bytes, is_shared = num_blocks * block_bytes, region is not None
         if region is None:
             region = mapping.private(num_bytes, taken_ahead=pinned_for is not None)
         memory = torch.frombuffer(region, dtype=torch.uint8)
@@ -56,7 +56,7 @@ class HostArena:
         self.registration: Registration | None = None
         if pinned_for is not None and driver is not None:
             device = torch.cuda.current_device() if pinned_for.index is None else pinned_for.index
-            near = processors_near(driver.pci_address(device))
+            near = processors_of_nodes() if is_shared else [processors_near(driver.pci_address(device))]
             pages = Pages(memory, near, slice_bytes, partial(claims.count, region))
             self.registration = Registration(memory, pages, driver, device, slice_bytes)
             self._closing = weakref.finalize(self, self.registration.close)  # at the end of the process at the latest

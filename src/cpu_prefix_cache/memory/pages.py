@@ -1,8 +1,9 @@
 """Taking the pages of a region from the system, in several threads, ahead of registration.
 
 Registration would take them too, ten times slower, and kernel launches would wait for it. A page belongs to the NUMA
-node of the thread that takes it, so the threads run on processors near the device. Where the system has no more memory
-the region ends.
+node of the thread that takes it. So the threads of a private region run on processors near the device. Those of a
+region that processes share take turns on all nodes: which slot is written next is what leaves next, wherever it lies,
+so parts for each node would be no nearer to who writes. Where the system has no more memory the region ends.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -23,35 +25,50 @@ logger = logging.getLogger(__name__)
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 THREADS = 8  # 48 GiB in 3 to 6 s (one H200's host)
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+NODES = Path("/sys/devices/system/node")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def processors_near(pci_address: str) -> set[int]:
     """The processors of a device's NUMA node, or all of them; none where the system does not list them."""
-    file = PCI_DEVICES / pci_address / "local_cpus"  # a mask, such as "00000000,0000ff00"
+    return _listed(PCI_DEVICES / pci_address / "local_cpus")
+
+
+def processors_of_nodes() -> list[set[int]]:
+    """The processors of each NUMA node that has some; no node where the system does not list them."""
+    nodes = sorted(NODES.glob("node[0-9]*/cpumap"))
+    return [processors for processors in map(_listed, nodes) if processors]
+
+
+def _listed(file: Path) -> set[int]:
+    """The numbers in a mask, such as "00000000,0000ff00"; none without the file."""
     mask = int(file.read_text().replace(",", ""), 16) if file.exists() else 0
     return {number for number in range(mask.bit_length()) if mask >> number & 1}
 
 
 class Pages:
-    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on, on processors in `near`. Calls
-    `count` with the bytes that it has not taken, each time that these are fewer.
+    """Takes the pages of `region`, uint8 [bytes], slice by slice from its first byte on. Its threads run on the
+    processors of each of `near` in turn. Calls `count` with the bytes that it has not taken, each time that these are
+    fewer.
     """
 
     def __init__(
         self,
         region: torch.Tensor,
-        near: Set[int] = frozenset(),
+        near: Sequence[Set[int]] = (),
         slice_bytes: int = SEAM_BYTES,
         count: Callable[[int], None] = lambda not_taken: None,
     ) -> None:
-        self._region, self._near, self._slice_bytes, self._count = region, near, slice_bytes, count
+        self._region, self._slice_bytes, self._count = region, slice_bytes, count
         self._end = region.numel()
         slices = range(0, self._end, slice_bytes)
         self._next, self._missing = iter(slices), set(slices)
         self._changed = threading.Condition()
         workers = min(THREADS, len(os.sched_getaffinity(0)))
-        self.threads = [threading.Thread(target=self._run, daemon=True, name="take-pages") for _ in range(workers)]
+        self.threads = [
+            threading.Thread(target=self._run, args=[processors], daemon=True, name="take-pages")
+            for processors in islice(cycle(near or [frozenset[int]()]), workers)
+        ]
         try:
             for thread in self.threads:
                 thread.start()
@@ -71,8 +88,8 @@ class Pages:
         for thread in self.threads:
             thread.join()
 
-    def _run(self) -> None:
-        if near := self._near & os.sched_getaffinity(0):
+    def _run(self, near: Set[int]) -> None:
+        if near := near & os.sched_getaffinity(0):
             with contextlib.suppress(OSError):  # a container may forbid it
                 os.sched_setaffinity(0, near)  # of this thread
         for first in self._next:  # all threads share it, so a slice is taken by one of them

@@ -13,10 +13,11 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copier.link import HostRegion
+from cpu_prefix_cache.memory import arena as arena_module
 from cpu_prefix_cache.memory import limits, mapping, pages, registration
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import DriverError
-from cpu_prefix_cache.memory.pages import processors_near
+from cpu_prefix_cache.memory.pages import processors_near, processors_of_nodes
 from tests.support.simulated_driver import CUDA, SLICE, SimulatedDriver, pinned_arena
 from tests.support.threads import eventually
 
@@ -199,7 +200,7 @@ def test_threads_that_may_not_choose_their_processors_take_pages_all_the_same(mo
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
-    taking = pages.Pages(torch.empty(3 * SLICE, dtype=torch.uint8), os.sched_getaffinity(0), SLICE)
+    taking = pages.Pages(torch.empty(3 * SLICE, dtype=torch.uint8), [os.sched_getaffinity(0)], SLICE)
     assert taking.wait_for(2 * SLICE)
     taking.close()
 
@@ -339,10 +340,36 @@ def test_pages_are_taken_by_threads_near_the_device(monkeypatch):
     near = {min(os.sched_getaffinity(0))}
     seen = []
     monkeypatch.setattr(pages, "_populate", lambda *_: seen.append(os.sched_getaffinity(0)) or 0)
-    taking = pages.Pages(torch.empty(10 * SLICE, dtype=torch.uint8), near, SLICE)
+    taking = pages.Pages(torch.empty(10 * SLICE, dtype=torch.uint8), [near], SLICE)
     assert taking.wait_for(9 * SLICE)
     taking.close()
     assert seen and all(each == near for each in seen)
+
+
+def test_processors_of_nodes_leave_out_nodes_that_have_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "NODES", tmp_path)
+    assert processors_of_nodes() == []
+    for name, mask in (("node0", "000000ff"), ("node1", "0000ff00"), ("node2", "00000000"), ("has_cpu", "1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpumap").write_text(mask + "\n")
+    assert processors_of_nodes() == [set(range(8)), set(range(8, 16))]
+
+
+def test_pages_of_a_shared_region_are_taken_on_all_nodes_in_turn(driver, monkeypatch):
+    allowed, chosen = set(range(4)), []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, processors: chosen.append(frozenset(processors)))
+    monkeypatch.setattr(arena_module, "processors_of_nodes", lambda: [{0, 1}, {2, 3}])
+    monkeypatch.setattr(arena_module, "processors_near", lambda _: {2})
+    shared = pinned_arena(driver, region=mmap.mmap(-1, 300_000))
+    shared.wait_until_ready()
+    shared.close()
+    assert sorted(map(sorted, chosen)) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    chosen.clear()
+    private = pinned_arena(driver)
+    private.wait_until_ready()
+    private.close()
+    assert chosen == [frozenset({2})] * 4
 
 
 # Beside other processes
