@@ -223,8 +223,10 @@ class HybridCacheMachine(PrefixCacheMachine):
             else:
                 sequence.stage = staged[0]
                 sequence.staged = list(zip(pieces, staged[1], strict=True))
+        ends = self.cache.boundaries_of(request, boundary)
         self.cache.admit(request, n0, boundary if boundary > n0 else None, self.now)
-        assert all(n0 < b < num_tokens for b in self.cache.boundaries(id))
+        assert self.cache.boundaries(id) == ends
+        assert all(n0 < b < num_tokens for b in ends)
         if boundary > n0:
             self.start_load(sequence, boundary)
         return True

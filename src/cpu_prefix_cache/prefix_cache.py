@@ -237,6 +237,15 @@ class CPUPrefixCache:
         depth = self.coordinator.branch(request.keys, end, request.num_tokens, self._is_elsewhere)
         return None if depth is None else self.planner.resumable_chunks(depth) * self.planner.grid_tokens
 
+    def boundaries_of(self, request: Request, end: int) -> list[int]:
+        """The `boundaries` of a request that would resume at token `end`, before it is admitted. Changes nothing."""
+        wanted = self._wanted_checkpoints(request, end)
+        return [self.planner.resumable_chunks(depth) * self.planner.grid_tokens for depth in wanted]
+
+    def _wanted_checkpoints(self, request: Request, end: int) -> list[int]:
+        interval, elsewhere = self._checkpoint_interval, self._is_elsewhere
+        return self.coordinator.wanted_checkpoints(request.keys, end, request.num_tokens, interval, elsewhere)
+
     def _is_elsewhere(self, key: bytes) -> bool:
         """Whether somebody other than the host has this chunk."""
         return self._device.find(key) is not None
@@ -273,13 +282,7 @@ class CPUPrefixCache:
         kept: list[int] = []
         if self.planner.has_checkpoints:
             kept = [self.planner.chunks_to_resume(resumed)] if resumed else []
-            kept += self.coordinator.wanted_checkpoints(
-                request.keys,
-                end,
-                request.num_tokens,
-                self._checkpoint_interval,
-                is_elsewhere=self._is_elsewhere,
-            )
+            kept += self._wanted_checkpoints(request, end)
             self._union_misses += self._is_union_miss(request, end)
         self.pool.missed(request.keys, resumed)
         next_use = self._next_uses.read(request.next_use)

@@ -163,11 +163,13 @@ class KeptCache:
         """As CPUPrefixCache, once the keeper has answered."""
         if not self.planner.has_checkpoints:
             return None
-        question = self._questions.of(request.id, self._findable(request))
-        leased = NOTHING if question is None else question.leased or NOTHING
-        depth = self._branch(request, leased.present, end)
+        depth = self._branch(request, self._present(request), end)
         is_wanted = is_worth(self.planner, depth, end, request.num_tokens)
         return depth * self.planner.grid_tokens if is_wanted else None
+
+    def boundaries_of(self, request: Request, end: int) -> list[int]:
+        """As CPUPrefixCache, once the keeper has answered."""
+        return [depth * self.planner.grid_tokens for depth in self._wanted(request, self._present(request), end)]
 
     def reserve(self, request: Request, boundary: int, n0: int = 0) -> None:
         """As CPUPrefixCache. None: what a lookup has found is leased until it is loaded."""
@@ -356,6 +358,11 @@ class KeptCache:
         """The keys of a request that the keeper is queried for."""
         return tuple(request.keys[: self.planner.findable_chunks(request.num_tokens)])
 
+    def _present(self, request: Request) -> int:
+        """How many of its chunks the pool had, as far as the keeper has answered."""
+        question = self._questions.of(request.id, self._findable(request))
+        return (NOTHING if question is None else question.leased or NOTHING).present
+
     def _usable(self, leased: Leased, start: int) -> int:
         """Up to which chunk its slots can be copied from, by now: with a checkpoint all of it, or nothing."""
         if self._ready >= self._num_slots or max(leased.slots, default=0) < self._ready:
@@ -382,9 +389,12 @@ class KeptCache:
 
     def _kept(self, request: Request, n0: int, end: int, present: int) -> list[int]:
         """The depths at which checkpoints are wanted: also where it resumes, if the pool may not have that one."""
-        depth, branch = self.planner.full_chunks(end), self._branch(request, present, end)
-        kept = [depth] if depth and end == n0 else []
-        return kept + wanted_depths(self.planner, len(request.keys), end, request.num_tokens, branch)
+        depth = self.planner.full_chunks(end)
+        return ([depth] if depth and end == n0 else []) + self._wanted(request, present, end)
+
+    def _wanted(self, request: Request, present: int, end: int) -> list[int]:
+        branch = self._branch(request, present, end)
+        return wanted_depths(self.planner, len(request.keys), end, request.num_tokens, branch)
 
     def _confirm(self, running: _Running, num_tokens: int, *, is_over: bool) -> None:
         """Its first `num_tokens` tokens are computed. Store what that has completed, the deepest first; where the

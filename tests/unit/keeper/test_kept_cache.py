@@ -340,7 +340,9 @@ class WindowEngine:
 
     def is_computed(self):
         coordinator, pool = self.device.coordinator, self.device.pool
-        self.cache.admit(Request("r", KEYS, 4 * GRID + 1), 0, 0)
+        request = Request("r", KEYS, 4 * GRID + 1)
+        assert self.cache.boundaries_of(request, 0) == [4 * GRID]
+        self.cache.admit(request, 0, 0)
         assert self.cache.boundaries("r") == [4 * GRID]
         chunks = pool.allocate(4)
         pool.commit(chunks, KEYS, pool.root, pool.touch(None))

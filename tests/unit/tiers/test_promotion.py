@@ -648,6 +648,7 @@ def test_a_prompt_departs_from_one_that_only_the_tier_has():
     engine.tier_has("abcd", ["abcd"])
     second = Request("second", chain("abxy"), 4 * GRID + 1)
     assert engine.cache.branch(second, 0) == 2 * GRID
+    assert engine.cache.boundaries_of(second, 0) == [2 * GRID, 4 * GRID]
     engine.cache.admit(second, 0)
     assert engine.cache.boundaries("second") == [2 * GRID, 4 * GRID]
 
