@@ -45,18 +45,10 @@ def tokens(count, seed=1):
 
 
 @contextmanager
-def engine_of(folder, groups, size, divided):
+def engine_of(folder, groups, size, divided, **more):
     """An engine of so many ranks with real memory, of which so many divide the tokens."""
-    engine = Engine(
-        folder,
-        groups=groups,
-        retention=None,
-        offload="eager",
-        ranks=size,
-        tensor_parallel=True,
-        context_parallel=divided,
-    )
-    engine = with_byte_ranks(engine)
+    usual = dict(groups=groups, retention=None, offload="eager", tensor_parallel=True)
+    engine = with_byte_ranks(Engine(folder, ranks=size, context_parallel=divided, **usual | more))
     try:
         yield engine
     finally:
@@ -87,6 +79,18 @@ def test_tokens_that_the_device_still_has_are_not_loaded(tmp_path):
         engine.run(tokens(24), max_tokens=1)
         engine.run(tokens(50))
         assert engine.admitted[1:] == [(0, 16), (24, 48)]
+
+
+@pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
+@pytest.mark.parametrize("length", [46, 50, 54, 61])
+@pytest.mark.parametrize("divided", [2, 4])
+def test_a_prompt_with_states_is_found_wherever_it_ends(tmp_path, divided, length, retention):
+    """vLLM ends its steps at the last 4 tokens of all, where hits of its device may end, and no chunk does."""
+    with engine_of(tmp_path, KIMI, 4, divided, retention=retention, host_blocks=400) as engine:
+        engine.run(tokens(length))
+        forget_the_device(engine)
+        engine.run(tokens(length))
+        assert engine.admitted == [(0, 0), (0, (length - 1) // engine.grid * engine.grid)]
 
 
 @pytest.mark.parametrize("model", MODELS)

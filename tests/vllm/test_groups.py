@@ -261,6 +261,18 @@ def test_it_does_so_although_the_device_had_forgotten_the_first_before_the_secon
 
 
 @both_modes
+def test_states_more_often_than_there_are_boundaries(start, offload):
+    """By itself vLLM ends the steps of a prompt at the last block of states, which is a boundary in half of them."""
+    engine = start([full(block=8), state()], offload=offload)
+    for length in range(27, 35):
+        prompt = [1000 * length + at for at in range(length)]
+        engine.run(prompt)
+        forget(engine, prompt)
+        assert resumed(engine, prompt) == (0, last_boundary(engine, prompt))
+    engine.check_nothing_leaked()
+
+
+@both_modes
 @pytest.mark.parametrize("model", ["window", "windows 8 and 4"])
 def test_a_window_alone_has_a_branch_where_the_device_keeps_every_boundary(start, model, offload):
     engine = start(model, offload=offload, retention=None)

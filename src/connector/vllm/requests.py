@@ -7,7 +7,7 @@
 What is known of a request that has ended is nothing.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from vllm.v1.request import Request
@@ -20,6 +20,7 @@ class Known:
     is_admitted: bool = False
     resumed: int = 0  # tokens that it had, or was to load, when it was admitted
     remembered: int = 0  # chunks that were passed to `device.remember` since it was admitted
+    ends: Sequence[int] = ()  # tokens at which steps of its prompt are to end, ascending (step_ends.py)
     is_parked: bool = False  # as of the last lookup: it waits for what it loads, and no step does
     load_failed: bool = False  # it is not loaded again: vLLM may never find the blocks
 

@@ -47,6 +47,7 @@ from connector.vllm.requests import Known, KnownRequests
 from connector.vllm.resets import UNTIL, Resets
 from connector.vllm.sessions import Sessions
 from connector.vllm.settings import Settings
+from connector.vllm.step_ends import StepEnds
 from cpu_prefix_cache import Hit, Pending
 from cpu_prefix_cache.deciding import (
     MIN_TIMED_TOKENS,
@@ -110,6 +111,7 @@ class SchedulerHalf:
         self._replayed_tokens = settings.replayed_tokens
         self._hash_tokens = self._grid // settings.hashes_per_chunk
         self._requests = KnownRequests()
+        self._ends = StepEnds(settings.planner, settings.hashes_per_chunk)
         self._step = _Step()
         self._unprepared = set(range(settings.ranks))  # ranks whose host regions may get more blocks
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned
@@ -141,9 +143,7 @@ class SchedulerHalf:
         boundary = self._boundary(known, ours)
         if boundary is None:
             return None, False
-        branch = self.cache.branch(ours, boundary)
-        if branch is not None:  # by itself vLLM keeps windows and states only where the prompt departs from its device
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, branch)
+        self._ends.looked_up(known, self.cache, ours, boundary)
         if boundary <= self._replayed_tokens:  # vLLM computes all of it
             known.on_device = 0
             return 0, False
@@ -191,6 +191,7 @@ class SchedulerHalf:
         if known.is_admitted:
             self._admitted_again(id)
         self._requests.admitted(id, boundary)
+        self._ends.admitted(known)
         self._remember(known, n0)
         new = self._blocks_behind(tables, n0) if self._planner.has_checkpoints else ()
         with self.device.hiding(frozenset(new)):
@@ -238,6 +239,7 @@ class SchedulerHalf:
             plan = self._plan(output)
         finally:
             self._scheduled, self._unwritten = None, ()
+        self._ends.scheduled(output.num_scheduled_tokens)
         step, self._step = self._step, _Step()
         # Requests that were looked up and not admitted wait for the load of another one, or for device blocks.
         is_awaited = self._requests.any_awaited
@@ -305,6 +307,7 @@ class SchedulerHalf:
         self._adapters.passed(request.request_id)
         known = self._requests.if_admitted(request.request_id)
         self._requests.ended(request.request_id)
+        self._ends.left(request.request_id)
         if known is not None:
             tokens = _computed_tokens(request)
             self._remember(known, tokens)
@@ -367,6 +370,7 @@ class SchedulerHalf:
             if not self._planner.has_checkpoints:
                 self._remember(known, computed)
         self._requests.preempted(id)
+        self._ends.left(id)
         self.cache.preempted(id, computed)
 
     def _admitted_again(self, id: str) -> None:

@@ -152,6 +152,11 @@ class HybridChunkPlanner:
         """Whether there are groups beside the prefix groups."""
         return bool(self._checkpoint_groups)
 
+    @property
+    def has_states_alone(self) -> bool:
+        """Whether all groups beside the prefix groups are of states."""
+        return self.has_checkpoints and all(self.groups[at].is_state for at in self._checkpoint_groups)
+
     def needs_checkpoint(self, depth: int) -> bool:
         """Whether resuming with `depth` chunks present takes more than those chunks."""
         if (known := self._known_needs.get(depth)) is None:
