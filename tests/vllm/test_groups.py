@@ -261,6 +261,29 @@ def test_it_does_so_although_the_device_had_forgotten_the_first_before_the_secon
 
 
 @both_modes
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in turn", "overlapping"])
+@pytest.mark.parametrize("model", ["full, state", "2 full, state", "state"])
+def test_the_second_prompt_resumes_where_a_state_is_kept_at_an_interval(start, model, asynchronous, offload):
+    """vLLM has no interval of its own, and ends steps where the connector wants these states."""
+    engine = start(model, offload=offload, checkpoint_interval=16, step_tokens=128, asynchronous=asynchronous)
+    common = list(range(70))
+    first, second, third = (common + noise(engine, 9) for _ in range(3))
+    for prompt, expected in ((first, 0), (second, 64), (third, 68)):
+        assert resumed(engine, prompt) == (0, expected)
+        forget(engine, prompt)
+    engine.check_nothing_leaked()
+
+
+@both_modes
+def test_control_without_the_interval_the_second_computes_all(start, offload):
+    engine = start("full, state", offload=offload, step_tokens=128)
+    for _ in range(2):
+        prompt = [*range(70), *noise(engine, 9)]
+        assert resumed(engine, prompt) == (0, 0)
+        forget(engine, prompt)
+
+
+@both_modes
 def test_states_more_often_than_there_are_boundaries(start, offload):
     """By itself vLLM ends the steps of a prompt at the last block of states, which is a boundary in half of them."""
     engine = start([full(block=8), state()], offload=offload)
@@ -269,6 +292,21 @@ def test_states_more_often_than_there_are_boundaries(start, offload):
         engine.run(prompt)
         forget(engine, prompt)
         assert resumed(engine, prompt) == (0, last_boundary(engine, prompt))
+    engine.check_nothing_leaked()
+
+
+def test_a_request_that_is_preempted_or_aborted_leaves_no_step_to_end(start):
+    engine = start("full, state", checkpoint_interval=8, step_tokens=8)
+    request = engine.requests[engine.submit(list(range(60)))]
+    engine.step()
+    assert request.shared_prefix_boundary == 16
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.step()
+    engine.step()
+    assert request.shared_prefix_boundary > 8
+    engine.abort(request.request_id)
+    engine.drain()
     engine.check_nothing_leaked()
 
 

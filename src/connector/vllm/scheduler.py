@@ -111,7 +111,8 @@ class SchedulerHalf:
         self._replayed_tokens = settings.replayed_tokens
         self._hash_tokens = self._grid // settings.hashes_per_chunk
         self._requests = KnownRequests()
-        self._ends = StepEnds(settings.planner, settings.hashes_per_chunk)
+        interval = settings.options.get("checkpoint_interval")
+        self._ends = StepEnds(settings.planner, settings.hashes_per_chunk, interval)
         self._step = _Step()
         self._unprepared = set(range(settings.ranks))  # ranks whose host regions may get more blocks
         self._scheduled: SchedulerOutput | None = None  # the step that is being planned

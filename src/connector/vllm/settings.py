@@ -203,14 +203,17 @@ def _check_launcher(parallel: ParallelConfig) -> None:
 
 
 def _check_interval(interval: int | None, planner: HybridChunkPlanner, kv_cache_config: KVCacheConfig) -> None:
-    """Checkpoints need blocks with hashes, and vLLM hashes those of windows and states only where it keeps them: every
-    `prefix_cache_retention_interval` tokens; 0: only at the end of prompts; None: at every boundary.
+    """Checkpoints need blocks with hashes, and vLLM hashes those of windows only where it keeps them: every
+    `prefix_cache_retention_interval` tokens; 0: only at the end of prompts; None: at every boundary. States it keeps
+    where steps are to end (step_ends.py).
     """
     kept = kv_cache_config.prefix_cache_retention_interval
-    if interval is None or kept is None or not planner.has_checkpoints or (kept and interval % kept == 0):
+    if interval is None or kept is None or not planner.has_checkpoints or planner.has_states_alone:
+        return
+    if kept and interval % kept == 0:
         return
     raise ConfigurationError(
-        f"vLLM keeps windows and states {f'every {kept} tokens' if kept else 'at the end of prompts only'}, so there "
+        f"vLLM keeps windows {f'every {kept} tokens' if kept else 'at the end of prompts only'}, so there "
         f"is nothing to store every {interval}; start it with --prefix-cache-retention-interval {interval}"
     )
 

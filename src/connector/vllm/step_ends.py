@@ -6,7 +6,8 @@ where the prompt departs from what the host has, or, in each step anew, the next
 
     tokens        0           2048        4096    5120  5500
     vLLM          |-----------------------------------|-----|      blocks of states of 1,024 tokens
-    kept, too     |-----------------------|-----------|-----|      where chunks have 4,096 (context parallelism of 4)
+    kept, too     |-----------|-----------|-----------|-----|      with a checkpoint every 2,048
+                  |-----------------------|-----------|-----|      where chunks have 4,096 (context parallelism of 4)
 
 No step has to end for a window. But it must be named before the first step that computes it, and beside a drafter until
 after the last: a model with windows has one place alone.
@@ -18,11 +19,12 @@ from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, KeptCa
 
 class StepEnds:
     """The departure alone is named, too, where vLLM keeps a state at the last boundary of a prompt by itself: where its
-    hashes are as long as chunks.
+    hashes are as long as chunks, without an interval.
     """
 
-    def __init__(self, planner: HybridChunkPlanner, hashes_per_chunk: int) -> None:
-        self._names_all = hashes_per_chunk > 1 and planner.has_states_alone
+    def __init__(self, planner: HybridChunkPlanner, hashes_per_chunk: int, checkpoint_interval: int | None) -> None:
+        is_finer = hashes_per_chunk > 1 or checkpoint_interval is not None
+        self._names_all = is_finer and planner.has_states_alone
         self._computing: dict[str, Known] = {}  # those with ends that no step has reached
 
     @property
