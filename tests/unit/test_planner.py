@@ -134,6 +134,12 @@ def test_a_boundary_where_every_local_chunk_begins_needs_no_checkpoint():
     assert not planner(group(tokens=16)).has_checkpoints
 
 
+def test_states_may_be_all_that_there_is_beside_prefixes():
+    assert planner(group(tokens=16), state()).has_states_alone and planner(state()).has_states_alone
+    assert not planner(group(tokens=16)).has_states_alone
+    assert not planner(group(tokens=16), window(40), state()).has_states_alone
+
+
 def test_a_load_fills_only_what_lies_in_its_chunks():
     mixed = planner(group(tokens=16), window(40), state())
     assert mixed.device_blocks(0, 6) == [6, 3, 1]

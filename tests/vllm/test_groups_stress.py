@@ -165,6 +165,16 @@ def test_states_more_often_than_all_groups_have_a_boundary(tmp_path, groups, ret
     check_lived(engine, "full, state", loads=15)
 
 
+@pytest.mark.parametrize(("model", "offload"), [("2 full, state", "lazy"), ("state", "eager")])
+def test_steps_end_where_states_are_wanted(tmp_path, model, offload):
+    """At intervals of two boundaries, where requests are preempted, aborted and resumed as well."""
+    size = {"device_blocks": device_blocks(model, few=20), "host_blocks": 400, "checkpoint_interval": 8}
+    varied = {"asynchronous": True, "step_tokens": 30, "failure_rate": 0.03, "seed": 6}
+    engine = Engine(tmp_path, groups=MODELS[model], offload=offload, **size, **varied)
+    live_through(engine, requests=200)
+    check_lived(engine, model, loads=15)
+
+
 @pytest.mark.parametrize("offload", ["lazy", "eager"])
 @pytest.mark.parametrize("model", ["latent", "full, local", "2 full, state", "state", "full 8, full"])
 def test_short_steps_and_slow_copies(tmp_path, model, offload):
