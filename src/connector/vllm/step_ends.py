@@ -18,8 +18,8 @@ from cpu_prefix_cache.deciding import CPUPrefixCache, HybridChunkPlanner, KeptCa
 
 
 class StepEnds:
-    """The departure alone is named, too, where vLLM keeps a state at the last boundary of a prompt by itself: where its
-    hashes are as long as chunks, without an interval.
+    """Where vLLM's hashes are as long as chunks it keeps a state at the last boundary of a prompt by itself: without an
+    interval there is nothing more to name than the departure.
     """
 
     def __init__(self, planner: HybridChunkPlanner, hashes_per_chunk: int, checkpoint_interval: int | None) -> None:
