@@ -55,6 +55,18 @@ def resumed(tmp_path, monkeypatch, way, evicts=True):
     return engine
 
 
+@every_way
+def test_a_warning_names_them_at_start(tmp_path, log, way):
+    Engine(tmp_path, **FINER[way])
+    assert log.text.count("where a hit ends within a block") == 1
+
+
+def test_no_warning_without_them(tmp_path, log):
+    Engine(tmp_path, groups=[full(block=8), state(block=8)])
+    Engine(tmp_path, groups=[latent()], ranks=2, tensor_parallel=True, context_parallel=2)
+    assert "within a block" not in log.text
+
+
 def engine_blocks(engine):
     """The cached blocks, and the group of each."""
     named = [block for block in engine.pool.blocks if block.block_hash is not None]

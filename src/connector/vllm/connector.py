@@ -66,6 +66,11 @@ class CPUPrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = settings = Settings.of(vllm_config, kv_cache_config)  # raises in every process
         if role is KVConnectorRole.SCHEDULER:
             versions.warn_if_untested()
+            if settings.hits_end_within_blocks:
+                logger.warning(
+                    "vLLM may read wrong KV where a hit ends within a block, and what it computes behind that is kept: "
+                    "do without prefix_match_unit, or decode context parallelism beside states (vllm#55112)"
+                )
         else:
             from connector.vllm.worker import WorkerHalf  # imports torch and Triton, which the scheduler does not need
 

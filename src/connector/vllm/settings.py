@@ -131,6 +131,11 @@ class Settings:
         return self.tier is not None and isinstance(self.tier.tier, SharedTier)
 
     @property
+    def hits_end_within_blocks(self) -> bool:
+        """Whether vLLM may resume within a block of attention: beside states, where hashes are shorter than it."""
+        return self.hashes_per_chunk > 1 and any(group.is_state for group in self.planner.groups)
+
+    @property
     def revision(self) -> str | None:
         """The name of the weights at start, where a tier or a pool knows one."""
         named = self.pool or self.tier
