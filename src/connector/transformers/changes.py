@@ -12,7 +12,7 @@ them while they compute. A write to less than the sample of a tensor, behind tor
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,55 +22,59 @@ logger = logging.getLogger(__name__)
 
 SAMPLE = 16  # values of each tensor, evenly spaced
 ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of a layer of PEFT's
+Samples = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 
 class Weights:
     """Weights of `model`, as they were at the last look. Calls `reset` when they have changed."""
 
     def __init__(self, model: PreTrainedModel, reset: Callable[[], object]) -> None:
-        self._model = model
-        self._reset = reset
+        self._model, self._reset = model, reset
         self._seen = self._look()
 
     def follow(self) -> None:
         """The weights may have changed since the last call."""
-        seen = self._look()
-        if seen != self._seen:
-            logger.warning("the model has other weights than at the last answer: nothing cached before is used")
-            self._reset()
-        self._seen = seen  # not before: a reset that fails is tried again
+        places, samples, values = self._seen
+        if _places(self._model)[0] == places and _values(samples) == values:
+            return
+        logger.warning("the model has other weights than at the last answer: nothing cached before is used")
+        self._reset()
+        self._seen = self._look()  # not before: a reset that fails is tried again
 
-    @torch.inference_mode()
-    def _look(self) -> Hashable:
-        known: list[Hashable] = [self._model.training]  # dropout
-        samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for tensor in _tensors(self._model, known):
-            known.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+    def _look(self) -> tuple[list[object], Samples, list[bytes]]:
+        """Where all weights are, views of a sample of each, which are made once, and their values."""
+        places, tensors = _places(self._model)
+        samples: Samples = defaultdict(list)
+        for tensor in tensors:
             if tensor.numel() and not tensor.is_meta:
                 samples[tensor.device, tensor.dtype].append(_sample(tensor))
-        values = (torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in samples.values())
-        return tuple(known), tuple(values)
+        return places, samples, _values(samples)
 
 
-def _tensors(model: torch.nn.Module, adapters: list[Hashable]) -> list[torch.Tensor]:
-    """The parameters of all modules, each once, and the buffers that a checkpoint has; and adapters, which are added.
+@torch.inference_mode()
+def _values(samples: Samples) -> list[bytes]:
+    return [torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in samples.values()]
+
+
+def _places(model: torch.nn.Module) -> tuple[list[object], list[torch.Tensor]]:
+    """The parameters of all modules and the buffers that a checkpoint has; and of each where it is and how often it was
+    written, with the mode (dropout) and adapters.
 
     `modules()` makes a name for each module, which takes longer than all else.
     """
-    found, seen, kept = [model], {model}, list[torch.Tensor | None]()
+    found, kept, known = [model], list[torch.Tensor | None](), list[object]([model.training])
     for module in found:
         fields = vars(module)
-        for each in fields["_modules"].values():
-            if each is not None and each not in seen:
-                seen.add(each)
-                found.append(each)
+        found += [each for each in fields["_modules"].values() if each is not None]
         kept += fields["_parameters"].values()
         if fields["_buffers"]:
             passing = fields["_non_persistent_buffers_set"]
             kept += [buffer for name, buffer in fields["_buffers"].items() if name not in passing]
         if not fields.keys().isdisjoint(ADAPTERS):
-            adapters += adapters_of(module)
-    return [tensor for each in kept if each is not None for tensor in _plain(each)]
+            known += adapters_of(module)
+    tensors = [tensor for each in kept if each is not None for tensor in _plain(each)]
+    known += [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
+    return known, tensors
 
 
 def _plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -88,7 +92,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (min(SAMPLE, span),), (max(1, span // SAMPLE),))
 
 
-def adapters_of(module: torch.nn.Module) -> list[Hashable]:
+def adapters_of(module: torch.nn.Module) -> list[str]:
     """Adapters that a layer of PEFT's computes with."""
     fields = vars(module)
     return [repr(fields[name]) for name in ADAPTERS if name in fields]
