@@ -6,7 +6,6 @@ from math import ceil
 import torch
 
 from connector.transformers import HostPrefixCache, ModelPast
-from connector.transformers.continuing import Continuation
 from connector.transformers.paged import block_bytes, groups_of
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from random_models import WINDOW, build_family
@@ -116,7 +115,7 @@ class Pair:
 
     @property
     def takes_several_tokens(self):
-        return self.cache._continuation is Continuation.CHUNKS
+        return self.cache._takes_several
 
 
 def on_host(past):

@@ -13,8 +13,8 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 from builtin_models import ARCHITECTURES, build_model
-from connector.transformers.continuing import Continuation, check_continues
 from connector.transformers.past import ModelPast
+from connector.transformers.trials import takes_several
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import ChunkLocalGroup, WindowGroup
 from random_models import FAMILIES, WINDOW, build_family, initialise, tiny
@@ -26,14 +26,13 @@ SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_valu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_but_jamba_goes_on_with_any_number_of_tokens(family, dtype):
     model = tiny(family).to(dtype)
-    expected = Continuation.TOKENS if family == "jamba" else Continuation.CHUNKS
-    assert check_continues(model, ModelPast(model)) is expected
+    assert takes_several(model, ModelPast(model)) is (family != "jamba")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_model_of_the_demo_goes_on_with_any_number_of_tokens(arch):
     model = build_model(arch, hidden=64)
-    assert check_continues(model, ModelPast(model)) is Continuation.CHUNKS
+    assert takes_several(model, ModelPast(model))
 
 
 def test_a_model_that_the_demo_has_not_is_refused():
@@ -45,7 +44,7 @@ def test_a_model_that_the_demo_has_not_is_refused():
 def test_a_dropped_state_that_no_logit_shows_is_found_all_the_same(dtype):
     """With the usual initialisation the dropped states of Jamba change its logits by 1e-4, half precision by 1e-2."""
     model = JambaForCausalLM(tiny("jamba").config).eval().to(dtype)
-    assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
+    assert not takes_several(model, ModelPast(model))
 
 
 class CountsFromZero(LlamaForCausalLM):
@@ -61,7 +60,7 @@ def test_a_model_that_reads_all_of_its_past_but_in_the_wrong_place_goes_on_with_
     torch.manual_seed(0)
     model = CountsFromZero(tiny("llama").config).eval()
     initialise(model)
-    assert check_continues(model, ModelPast(model)) is Continuation.TOKENS
+    assert not takes_several(model, ModelPast(model))
 
 
 class CountsElsewhere(LlamaForCausalLM):
@@ -92,14 +91,14 @@ def test_a_part_of_the_past_outside_the_cache_is_found(dtype):
     initialise(model)
     past = ModelPast(model.to(dtype))
     with pytest.raises(ConfigurationError, match="CountsElsewhere cannot continue from its own cache"):
-        check_continues(model, past)
+        takes_several(model, past)
 
 
 def test_recurrent_gemma_keeps_its_states_in_its_modules_and_is_refused():
     config = RecurrentGemmaConfig(**SMALL, num_hidden_layers=3, lru_width=64, attention_window_size=64)
     model = RecurrentGemmaForCausalLM(config).eval()
     with pytest.raises(ConfigurationError, match="RecurrentGemmaForCausalLM"):
-        check_continues(model, ModelPast(model))
+        takes_several(model, ModelPast(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,8 +108,8 @@ def test_a_fault_that_shows_only_beyond_the_window_is_found(dtype):
     initialise(model)
     past = ModelPast(model.to(dtype))
     with pytest.raises(ConfigurationError, match="after 48 tokens, more than its window"):
-        check_continues(model, past)
-    assert check_continues(model, past, max_model_len=WINDOW) is Continuation.CHUNKS  # no request gets there
+        takes_several(model, past)
+    assert takes_several(model, past, max_model_len=WINDOW)  # no request gets there
 
 
 def llama(layers, **options):

@@ -105,7 +105,7 @@ def test_a_model_that_answers_otherwise_in_a_batch_is_refused(monkeypatch):
     joined = Past.joined
     monkeypatch.setattr(Past, "joined", lambda pasts, pads, room: joined(pasts[::-1], pads, room))
     with cache_of("llama") as cache:
-        with pytest.raises(PromptRefused, match="cannot go on from a past in a batch with padding"):
+        with pytest.raises(PromptRefused, match="cannot continue from a past in a batch with padding"):
             asked(cache, "llama", of_lengths(90, 70))
         check_at_rest(cache)
 

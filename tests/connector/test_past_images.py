@@ -178,7 +178,7 @@ def test_a_beginning_that_ends_inside_a_picture_is_not_resumed(family):
 def test_a_model_that_goes_on_otherwise_behind_a_picture_is_refused(family, monkeypatch):
     monkeypatch.setattr(Images, "up_to", lambda images, end: {"pixel_values": torch.rand(1, 3, 56, 56)})
     with cache_of(family) as cache:
-        refused = pytest.raises(PromptRefused, match="cannot go on from a past behind images")
+        refused = pytest.raises(PromptRefused, match="cannot continue from a past behind images")
         with refused, cache.past(**prompt(family, picture(1))):
             pass
 

@@ -7,6 +7,8 @@ are left are computed by `generate`, and then 16 of them again. In the control t
 import pytest
 import torch
 
+from connector.transformers import host_prefix_cache
+from connector.transformers.running import logits
 from cpu_prefix_cache import OFFLOAD_MODES
 from tests.connector.running import document
 from tests.connector.serving import Pair, on_host
@@ -16,13 +18,13 @@ FAMILIES = ("gemma3", "gpt_oss", "qwen3_5", "falcon_h1", "lfm2")
 
 def passes_of(pair, monkeypatch):
     """How many tokens each forward pass of the cache itself computes from now on."""
-    forward, passes = pair.cache._forward, []
+    passes = []
 
-    def counted(ids, *arguments, **options):
-        passes.append(ids.shape[1])
-        return forward(ids, *arguments, **options)
+    def counted(of, ids, past, **others):
+        passes.append(ids.shape[1] - past.get_seq_length())
+        return logits(of, ids, past, **others)
 
-    monkeypatch.setattr(pair.cache, "_forward", counted)
+    monkeypatch.setattr(host_prefix_cache, "logits", counted)
     return passes
 
 
@@ -55,12 +57,11 @@ def test_where_more_tokens_are_left_they_are_computed_up_to_the_checkpoint(famil
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
 def test_control_a_checkpoint_of_other_tokens_shows(family, monkeypatch):
     pair, shown = Pair(family), 0
-    forward = pair.cache._forward
     for seed in range(8):
         whole = document(seed, 75)
         pair.ask_right(whole[:49], 1)
         with monkeypatch.context() as patch:
-            patch.setattr(pair.cache, "_forward", lambda ids, *more, **by: forward(torch.zeros_like(ids), *more, **by))
+            patch.setattr(host_prefix_cache, "logits", lambda of, ids, past: logits(of, torch.zeros_like(ids), past))
             pair.ask_right(whole, 1)
         past, off, _ = pair.ask(whole, 1)
         assert past.hit_tokens == 64

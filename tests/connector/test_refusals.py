@@ -70,8 +70,8 @@ def a_mask_that_looks_ahead():
         (a_mask_that_looks_ahead, "cannot continue from its own cache"),
         (an_encoder, "BartForConditionalGeneration has an encoder"),
         (no_head, "LlamaModel has no head to generate with: load it by AutoModelForCausalLM"),
-        (a_cache_of_its_own, "MiniMaxForCausalLM fails in a forward pass with transformers' Cache: ValueError"),
-        (no_cache_at_all, "OpenAIGPTLMHeadModel keeps the past of its layer 0 outside transformers' Cache"),
+        (a_cache_of_its_own, "MiniMaxForCausalLM fails in `generate` with transformers' Cache: ValueError"),
+        (no_cache_at_all, "OpenAIGPTLMHeadModel fails in `generate` with transformers' Cache: ValueError"),
     ],
 )
 def test_a_model_whose_past_is_of_another_kind_is_refused(model, sentence):

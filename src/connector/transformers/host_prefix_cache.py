@@ -22,15 +22,14 @@ from transformers import PreTrainedModel
 
 from connector.transformers.changes import Weights
 from connector.transformers.checkpoints import PUT_OFF_TOKENS, PastCheckpoints
-from connector.transformers.continuing import TAIL, Continuation, check_continues
-from connector.transformers.forward import ForwardPass
 from connector.transformers.held import Past, before_forward
 from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.inputs import InputReader, Row, in_rows, token_ids
 from connector.transformers.paged import PagedKV, block_bytes, groups_of
 from connector.transformers.past import ModelPast
+from connector.transformers.running import logits
 from connector.transformers.steps import WaitingDevice, copy_all, take_in
-from connector.transformers.tried import check_positions, try_batch, try_images
+from connector.transformers.trials import TAIL, takes_several, try_batch, try_images
 from connector.transformers.versions import warn_if_untested
 from cpu_prefix_cache import (
     ChainHasher,
@@ -126,8 +125,7 @@ class HostPrefixCache:
         self.model = model.eval()
         self.max_model_len = longest(model, max_model_len)
         self._past = ModelPast(model)
-        check_positions(model)
-        self._continuation = check_continues(model, self._past, self.max_model_len)
+        self._takes_several = takes_several(model, self._past, self.max_model_len)
         host = num_bytes("host_bytes", host_bytes)
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
         self.planner = HybridChunkPlanner(groups_of(self._past, block_tokens), max_model_len=self.max_model_len)
@@ -137,7 +135,6 @@ class HostPrefixCache:
         self._pool = new_pool(self.planner, blocks, on_device=True)
         self._coordinator = KVCacheCoordinator(self.planner, self._pool, on_device=True)
         self._checkpoints = PastCheckpoints(self._past, self._kv, self._coordinator)
-        self._forward = ForwardPass(model)
         self._reader = InputReader(model, self.max_model_len)
         self._tried: set[str] = set()
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
@@ -258,7 +255,7 @@ class HostPrefixCache:
             try_images(self.model, rows[0].tokens, images)
             self._tried.add("images")
         if any(row.pad for row in rows) and "batch" not in self._tried:
-            try_batch(self.model, self._empty, left=TAIL if self._continuation is Continuation.CHUNKS else 1)
+            try_batch(self.model, self._empty, left=TAIL if self._takes_several else 1)
             self._tried.add("batch")
 
     def _prompt(self, row: Row) -> _Prompt:
@@ -298,12 +295,12 @@ class HostPrefixCache:
         """Compute up to the boundaries at which something is to be kept. A model that takes several tokens only from
         position 0 computes one by one behind them, up to the last.
         """
-        boundaries, is_slow = self._boundaries(prompt, place.length), self._continuation is Continuation.TOKENS
-        if len(prompt.tokens) - place.length <= PUT_OFF_TOKENS and not is_slow:
+        boundaries = self._boundaries(prompt, place.length)
+        if len(prompt.tokens) - place.length <= PUT_OFF_TOKENS and self._takes_several:
             prompt.put_off = boundaries
             return
-        self._compute_to(past, prompt, place, boundaries[-1:] if is_slow and not place.length else boundaries)
-        if is_slow:
+        self._compute_to(past, prompt, place, boundaries if place.length or self._takes_several else boundaries[-1:])
+        if not self._takes_several:
             self._compute(past, prompt, len(prompt.tokens) - 1)
         if boundaries:  # a step of its own: what is stored in time depends on how much one hands out
             copy_all(self._host)
@@ -393,11 +390,9 @@ class HostPrefixCache:
         """Compute the tokens of a prompt behind its past of one row, up to `end`."""
         images = prompt.row.images
         while (begin := past.get_seq_length()) < end:
-            at_once = begin == 0 or self._continuation is Continuation.CHUNKS
-            until = end if at_once else begin + 1
+            until = end if begin == 0 or self._takes_several else begin + 1
             others = {} if images is None or images.end <= begin else images.up_to(until)
-            ids = torch.tensor([prompt.tokens[begin:until]], device=self._past.device)
-            self._forward(ids, begin, past, last=1, others=others)
+            logits(self.model, torch.tensor([prompt.tokens[:until]], device=self._past.device), past, **others)
 
     # What has been computed
 

@@ -10,11 +10,13 @@ Any other kind (static, quantized, compressed, indexed, ...) raises Configuratio
 it as one of these would silently give wrong results.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import transformers
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -58,6 +60,21 @@ def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
         raise ConfigurationError(
             f"{name} generates with use_cache=False, and would compute all tokens again behind a past: set "
             "model.generation_config.use_cache = True"
+        )
+    if "longrope" in str(model.config.get_text_config().to_dict().get("rope_parameters")):  # perhaps by kind of layer
+        raise ConfigurationError(
+            f"{name} rotates its keys by factors that change with the length of the prompt (longrope): "
+            "what one prompt computed is wrong for a longer prompt with the same beginning"
+        )
+    if any("rope_deltas" in vars(module) for module in model.modules()):
+        raise ConfigurationError(
+            f"{name} keeps positions of its latest prompt in itself (rope_deltas), and any other prompt that goes on "
+            "would get them: a past for `generate` is not supported"
+        )
+    if "cache_params" in inspect.signature(model.forward).parameters:  # Mamba's own, before 5.24
+        raise ConfigurationError(
+            f"with transformers {transformers.__version__}, `generate` of {name} computes the whole prompt behind a "
+            "past: take 5.24"
         )
     try:
         layers = DynamicCache(config=model.config).layers

@@ -17,8 +17,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from connector.transformers.forward import ForwardPass, refusing
 from connector.transformers.layers import LayerPast, Local, classify
+from connector.transformers.running import logits, refusing
 from cpu_prefix_cache import ConfigurationError
 
 KEYS, VALUES = KEYS_AND_VALUES = ("keys", 0), ("values", 0)
@@ -117,7 +117,7 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart
     """Every tensor that a forward pass keeps, in order."""
     cache = DynamicCache(config=model.config)
     with refusing(model):
-        ForwardPass(model)(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), 0, cache)
+        logits(model, torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), cache)
     if len(cache.layers) > len(layers):
         raise ConfigurationError(
             f"{type(model).__name__} keeps the past of {len(cache.layers)} layers, but its configuration has "

@@ -1,0 +1,63 @@
+"""A model is run by its own `generate` alone: so a past holds what that computes, whatever arguments a model takes."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from cpu_prefix_cache import ConfigurationError, PrefixCacheError
+
+TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+PAST = "cache" if "cache" in TAKEN else "past_key_values"  # before transformers 5.24
+
+
+@contextmanager
+def refusing(model: PreTrainedModel) -> Iterator[None]:
+    """Turn what the code of `model` raises while it is tried into a ConfigurationError: not every one takes a Cache."""
+    try:
+        yield
+    except (PrefixCacheError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(model).__name__} fails in `generate` with transformers' Cache: {type(error).__name__}: {error}"
+        ) from error
+
+
+def logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    past: Cache | None = None,
+    then: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Compute the tokens `ids`, [rows, tokens], behind those of them that `past` has; and one by one those of `then`.
+
+    Returns the logits behind `ids` and behind each of `then`: [1 + steps, rows, vocabulary].
+    """
+    next_tokens = [[]] * len(ids) if then is None else then.tolist()
+    steps = 1 + len(next_tokens[0])
+    config = GenerationConfig(
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), **others}  # else it is made of padding tokens
+    if past is not None:
+        given[PAST] = past
+    generate: Any = model.generate
+
+    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+        return next_tokens[row][len(tokens) - ids.shape[1] :][:1] or [0]
+
+    forced = None if then is None else allowed
+    return torch.stack(generate(ids, generation_config=config, prefix_allowed_tokens_fn=forced, **given).logits).float()
