@@ -185,7 +185,7 @@ def test_after_an_interrupted_checkpoint_the_prompt_is_answered(family, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair.cache._kv, "write", interrupted)
+        patch.setattr(pair.cache._kv, "_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair.ask(document(1, 90))
     assert pair.is_at_rest()

@@ -1,4 +1,4 @@
-"""Device blocks through which a model's past passes, and the groups of that past.
+"""Device blocks through which a model's past passes: its groups, their pool, and the checkpoints in it.
 
     region            uint8 [blocks, block bytes], allocated once: one pool of equal blocks, as on the host
     full attention    a block of tokens is a row of it
@@ -9,48 +9,104 @@ The tokens of one head lie together, as in transformers' cache: a block is copie
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from connector.transformers.held import Past
 from connector.transformers.past import KEYS, Kept, ModelPast
 from cpu_prefix_cache import KVGroup
 from cpu_prefix_cache.copying import Role, blocks_first, check_fits
-from cpu_prefix_cache.deciding import Group, PrefixGroup, StateGroup
+from cpu_prefix_cache.deciding import (
+    Group,
+    HybridChunkPlanner,
+    KVCacheCoordinator,
+    Placement,
+    PrefixGroup,
+    StateGroup,
+    TakenCheckpoints,
+    new_pool,
+)
 
 ALIGNMENT = 16  # bytes: a row can be viewed as any type, and copied in wide words
+CHECKPOINTS = 4  # of windows and states that device blocks have room for beside a prompt
+SHARE_OF_HOST = 4  # device blocks take at most one part in so many of host memory, where nothing else is given
 
 
-class PagedKV:
-    """`num_blocks` device blocks for a model's past.
+class PagedPast(TakenCheckpoints):
+    """Device blocks for a model's past: `device_bytes` of them, or those of the longest prompt, in bounds.
 
     A block holds `block_tokens` tokens of full attention; in a model without any, the largest other piece.
     """
 
     @torch.inference_mode(False)  # blocks are written in any mode
-    def __init__(self, past: ModelPast, num_blocks: int, block_tokens: int, device: torch.device) -> None:
-        self._past, self._block_tokens, self.block_bytes = past, block_tokens, block_bytes(past, block_tokens)
-        if device.type == "cpu":
-            check_fits(num_blocks * self.block_bytes)
-        self.region = torch.zeros(num_blocks, self.block_bytes, dtype=torch.uint8, device=device)
+    def __init__(
+        self, past: ModelPast, block_tokens: int, max_model_len: int, device_bytes: int | None, host_bytes: int
+    ) -> None:
+        self.planner = HybridChunkPlanner(groups_of(past, block_tokens), max_model_len=max_model_len)
+        self.block_bytes = block_bytes(past, block_tokens)
+        host_blocks = host_bytes // self.block_bytes
+        usual = _usual_blocks(self.planner, max_model_len, host_blocks)
+        self.num_blocks = usual if device_bytes is None else device_bytes // self.block_bytes
+        if past.device.type == "cpu":
+            check_fits(self.num_blocks * self.block_bytes)
+        self.pool = new_pool(self.planner, self.num_blocks, on_device=True)
+        super().__init__(KVCacheCoordinator(self.planner, self.pool, on_device=True))
+        self._past, self._block_tokens = past, block_tokens
+        self.region = torch.zeros(self.num_blocks, self.block_bytes, dtype=torch.uint8, device=past.device)
 
-    def layout(self, groups: Sequence[Group]) -> list[KVGroup]:
+    def layout(self) -> list[KVGroup]:
         """Every group with its parts: of full attention K and V of each layer; of the others rows of plain bytes."""
         full = [
             blocks_first(part.layer, Role.KEY if part.key == KEYS else Role.VALUE, blocks)
             for part, blocks in self._past.full.views(self.region, self._block_tokens)
         ]
         rows = [blocks_first(0, Role.STATE, self.region)]
-        return [KVGroup(group, full if group.is_prefix else rows) for group in groups]
+        return [KVGroup(group, full if group.is_prefix else rows) for group in self.planner.groups]
+
+    def place(self, keys: Sequence[bytes], tokens: int) -> Placement:
+        return Placement(self.pool, self._coordinator, keys, tokens)
+
+    def wanted_boundaries(self, keys: Sequence[bytes], begin: int, tokens: int, interval: int | None) -> set[int]:
+        """Where a prompt is worth a checkpoint behind its first `begin` tokens; none in a model of full attention."""
+        if not self.planner.has_checkpoints:
+            return set()
+        depths = self._coordinator.wanted_checkpoints(keys, begin, tokens, interval)
+        return {depth * self._block_tokens for depth in depths}
+
+    def restore(self, past: Past, place: Placement, room: int) -> None:
+        """Begin a past where a placement ends. `room` is for the tokens of full attention to come."""
+        blocks: list[list[int]] = [list(place.blocks()) if kept is self._past.full else [] for kept in self._past.kept]
+        if self.are_needed(place.length):
+            places = self.planner.checkpoint(place.length // self._block_tokens)
+            for at, piece in zip(places, self.pool.checkpoints.pieces(place.resume_node()), strict=True):
+                blocks[at.group] += piece
+        for kept, held in zip(self._past.kept, blocks, strict=True):
+            past.fill(kept, self._read(held, kept.row_bytes(self._block_tokens)), place.length, room)
+
+    def keep(self, past: Past, row: int, place: Placement) -> None:
+        """Write the tokens of full attention of a row into the blocks that were allocated for them."""
+        new, first = place.allocated()
+        if new and (full := self._past.full).parts:
+            self._write(new, full, partial(past.take, full, first=first, prompt=row))
+
+    def write(self, state: Past, depth: int, node: int) -> None:
+        to_write = self.pool.checkpoints.to_write(node)
+        for at, blocks in zip(self.planner.checkpoint(depth), to_write, strict=True):
+            if blocks is not None:
+                kept = self._past.kept[at.group]
+                self._write(blocks, kept, partial(state.take, kept, first=at.chunk * self._block_tokens))
 
     def release(self) -> None:
         """Give the memory of the pool back. Nothing can be read or written any more."""
         self.region = self.region.new_empty(0)
 
-    def write(self, blocks: Sequence[int], num_bytes: int, fill: Callable[[torch.Tensor], object]) -> None:
-        """Have `fill` write pieces, uint8 [pieces, num_bytes], to these blocks, equally many each. The rest of the last
-        is zeroed.
+    def _write(self, blocks: Sequence[int], kept: Kept, fill: Callable[[torch.Tensor], object]) -> None:
+        """Have `fill` write pieces, uint8 [pieces, bytes], to these blocks, equally many each. The rest of the last is
+        zeroed.
         """
-        places, width = self._rows(blocks), self._width(num_bytes)
+        places, num_bytes = self._rows(blocks), kept.row_bytes(self._block_tokens)
+        width = self._width(num_bytes)
         if isinstance(places, slice) and num_bytes == width:
             fill(self.region[places].view(-1, width))
             return
@@ -59,7 +115,7 @@ class PagedKV:
         # torch writes single bytes four times as slowly
         self.region.view(torch.int64)[places] = rows.view(len(blocks), -1).view(torch.int64)
 
-    def read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
+    def _read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
         """The pieces in these blocks, uint8 [pieces, num_bytes]. It may be a view of the blocks."""
         if not blocks:
             return self.region.new_empty(0, num_bytes)
@@ -97,3 +153,11 @@ def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
         return replace(of_kind, block_tokens=block_tokens, block_bytes=row_bytes, device_blocks=rows)
 
     return tuple(map(group, past.kept))
+
+
+def _usual_blocks(planner: HybridChunkPlanner, max_model_len: int, host_blocks: int) -> int:
+    """Device blocks of the longest prompt, in bounds."""
+    chunks = -(-max_model_len // planner.grid_tokens)
+    checkpoints = CHECKPOINTS * sum(planner.pieces[at.group].device_blocks for at in planner.checkpoint(chunks))
+    least, most = (each * planner.device_blocks_per_chunk + checkpoints for each in (1, chunks))
+    return max(least, min(most, host_blocks // SHARE_OF_HOST))
