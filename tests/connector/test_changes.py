@@ -8,7 +8,7 @@ import torch
 from builtin_models import build_model
 from connector.transformers import HostPrefixCache
 from connector.transformers.changes import Weights
-from connector.transformers.prompts import PromptRefused
+from connector.transformers.inputs import PromptRefused
 from tests.connector.serving import generated
 
 PROMPT = [at * 7 % 256 for at in range(200)]

@@ -3,7 +3,7 @@
 import pytest
 from transformers import GenerationConfig
 
-from connector.transformers.prompts import padding_of, placeholders
+from connector.transformers.inputs import padding_of, placeholders
 
 
 def test_placeholders_are_found_under_the_names_that_models_give_them():

@@ -8,7 +8,7 @@ print(past.hit_tokens)
 
 from connector.transformers.held import Past
 from connector.transformers.host_prefix_cache import HostPrefixCache
+from connector.transformers.inputs import PromptRefused
 from connector.transformers.past import ModelPast
-from connector.transformers.prompts import PromptRefused
 
 __all__ = ["HostPrefixCache", "ModelPast", "Past", "PromptRefused"]

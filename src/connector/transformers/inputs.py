@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from connector.transformers.prompts import PromptRefused, padding_of, placeholders
-from cpu_prefix_cache import MultimodalItem
+from cpu_prefix_cache import MultimodalItem, PrefixCacheError
+
+# A placeholder is called in a configuration image_token_id, video_token_index, media_placeholder_token_id, ...; tokens
+# that begin or end a stretch of them (vision_start_token_id) are ordinary ones.
+SEEN = {"image", "img", "video", "frame", "vision", "visual", "media", "placeholder"}
+HEARD = {"audio", "sound", "speech"}
+ORDINARY = {"start", "end", "bos", "eos"}
+
+
+class PromptRefused(PrefixCacheError):
+    """A prompt is empty, not of the model's tokens, or too long for the model. The user's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +152,28 @@ def _pads(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
 
 def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
+
+
+def padding_of(config: GenerationConfig) -> int | None:
+    """The token that `generate` takes for padding in a prompt without a mask; None if it takes none."""
+    pad, ends = config.pad_token_id, config.eos_token_id
+    return None if pad in (ends if isinstance(ends, list) else [ends]) else pad
+
+
+def placeholders(config: Mapping[str, Any]) -> dict[int, str]:
+    """The tokens in whose place a model puts images or other input, by a configuration and those within it.
+
+    Each has the name that the configuration gives it.
+    """
+    found: dict[int, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= placeholders(value)
+        elif value is not None and _is_placeholder(str(name).split("_")):
+            found |= dict.fromkeys(value if isinstance(value, list) else [value], str(name))
+    return found
+
+
+def _is_placeholder(words: Sequence[str]) -> bool:
+    is_token = len(words) > 1 and words[-2] == "token" and words[-1] in ("id", "ids", "index")
+    return is_token and not (SEEN | HEARD).isdisjoint(words) and ORDINARY.isdisjoint(words)

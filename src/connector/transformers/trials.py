@@ -16,9 +16,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.held import Past
-from connector.transformers.inputs import Images
+from connector.transformers.inputs import Images, PromptRefused, placeholders
 from connector.transformers.past import Kept, ModelPast
-from connector.transformers.prompts import PromptRefused, placeholders
 from connector.transformers.running import logits, refusing
 from cpu_prefix_cache import ConfigurationError
 
