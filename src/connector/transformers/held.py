@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from connector.transformers.past import KEYS_AND_VALUES, Kept, ModelPast, set_state, tensors_of
+from connector.transformers.past import KEYS_AND_VALUES, Kept, ModelPast, put, tensors_of
 from cpu_prefix_cache import MisuseError
 
 logger = logging.getLogger(__name__)
@@ -79,17 +79,18 @@ class Past(DynamicCache):
         first._pads, first._rows = list(pads), len(pasts)
         first.hit_tokens = sum(past.hit_tokens for past in pasts)
         first.device_hit_tokens = sum(past.device_hit_tokens for past in pasts)
-        for index, (layer, kept) in enumerate(zip(first.layers, first.kept.layers, strict=False)):
-            rows, memory = [tensors_of(past.layers[index]) for past in pasts], list[torch.Tensor]()
-            for name, like in tensors_of(layer).items():
-                empty = like[:, :, :0] if name in KEYS_AND_VALUES else torch.zeros_like(like)  # as states begin
-                each = [row.get(name, empty) for row in rows]
-                if name in KEYS_AND_VALUES:
-                    memory.append(_aligned(each, _most(layer, columns), room * kept.full))
-                else:
-                    set_state(layer, name, torch.cat(each))
+        for index, kept in enumerate(first.kept.layers):
+            layer, rows = first.layers[index], [tensors_of(past.layers[index]) for past in pasts]
+            held = tensors_of(layer)
+            memory = [
+                _aligned([row.get(key, held[key][:, :, :0]) for row in rows], _most(layer, columns), room * kept.full)
+                for key in KEYS_AND_VALUES
+                if key in held
+            ]
             if memory:
                 first._begin(index, memory, columns)
+            for key in held.keys() - KEYS_AND_VALUES:
+                put(layer, key, torch.cat([row.get(key, torch.zeros_like(held[key])) for row in rows]))  # as they begin
         first._set_count(columns)
         return first
 
@@ -124,11 +125,8 @@ class Past(DynamicCache):
         if times <= 1:
             return
         for layer in self.layers:
-            if isinstance(layer, DynamicLayer):
-                layer.batch_repeat_interleave(times)
-            for name, tensor in tensors_of(layer).items():
-                if name not in KEYS_AND_VALUES:
-                    set_state(layer, name, tensor.repeat_interleave(times, dim=0))
+            for key, tensor in tensors_of(layer).items():
+                put(layer, key, tensor.repeat_interleave(times, dim=0))
         self._rows = rows
 
     def go_on(self, ids: torch.Tensor) -> None:
@@ -157,7 +155,7 @@ class Past(DynamicCache):
         self._set_count(length)
         if kept.is_state:
             for part, state in kept.views(rows, self._block_tokens):
-                set_state(self.layers[part.layer], part.key, state[0])
+                put(self.layers[part.layer], part.key, state[0])
             return
         known, memories = len(rows) * self._block_tokens, dict[int, list[torch.Tensor]]()
         if length - known > kept.first_needed(length, self._block_tokens):

@@ -12,6 +12,7 @@ then V, then its states, convolution before recurrent.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -148,11 +149,12 @@ def tensors_of(layer: object) -> dict[tuple[str, int], torch.Tensor]:
     return {key: tensor for key, tensor in held.items() if tensor is not None}
 
 
-def set_state(layer: LinearAttentionCacheLayerMixin, key: tuple[str, int], state: torch.Tensor) -> None:
-    """Begin a layer with a state: of its rows, or of others."""
+def put(layer: Any, key: tuple[str, int], tensor: torch.Tensor) -> None:
+    """Give a layer one of them: of its rows, or of others."""
     name, index = key
-    states = layer.conv_states if name == CONV else layer.recurrent_states
-    if states[index] is None:
-        (layer.update_conv_state if name == CONV else layer.update_recurrent_state)(state, index)
+    if key in KEYS_AND_VALUES:
+        setattr(layer, name, tensor)
+    elif (states := layer.conv_states if name == CONV else layer.recurrent_states)[index] is None:
+        (layer.update_conv_state if name == CONV else layer.update_recurrent_state)(tensor, index)
     else:
-        states[index] = state
+        states[index] = tensor
