@@ -75,47 +75,43 @@ class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
         engine, self._cache = manager.batch_processor, manager.batch_processor.cache
         if CALLS[0] in vars(self._cache):
             raise ConfigurationError("this manager has host memory already: close that ContinuousPrefixCache first")
-        is_async = manager.continuous_batching_config.use_async_batching
-        if is_async or not self._cache.use_prefix_sharing or manager.distributed_helper.tp_size > 1:
-            raise ConfigurationError(
-                "give use_async_batching=False; for windows, several ranks or no block sharing take HostPrefixCache"
-            )
+        is_async, ranks = manager.continuous_batching_config.use_async_batching, manager.distributed_helper.tp_size
+        if is_async or not self._cache.use_prefix_sharing or ranks > 1:
+            raise ConfigurationError("give use_async_batching=False; for windows, ranks or no sharing: HostPrefixCache")
         manager.start()
         manager.stop(keep_for_next_session=True)  # `generate_batch` takes it
         self._scheduler, self._stream = engine.scheduler, engine.inputs_and_outputs.compute_stream
         [self._allocator] = self._cache.cache_allocators.values()
         self._blocks, self._page = Blocks(self._allocator), self._allocator.tokens_per_page
-        self._hasher = ChainHasher(self._page)
-        self._keys: dict[str, list[bytes]] = {}  # of requests that have begun
+        self._hasher, self._keys = ChainHasher(self._page), dict[str, list[bytes]]()  # of requests that have begun
         kv, most = self._allocator.cache_tensor, self._page * self._blocks.num_blocks
         kv = kv.view(-1, self._allocator.pages_per_block, 2, self._page * kv[0, 0].numel()).permute(1, 2, 0, 3)
         layout = Prefix(keys_and_values(*kv, block_dim=1), block_tokens=self._page)
-        size = num_bytes("host_bytes", host_bytes)
-        self.host = HostCache(
-            self._blocks, [layout], host_bytes=size, max_model_len=most, max_step_tokens=most, below=None, **options
-        )
+        options |= dict(host_bytes=num_bytes("host_bytes", host_bytes), max_model_len=most, max_step_tokens=most)
+        self.host = HostCache(self._blocks, [layout], below=None, **options)
         self.host.prepare()
         forget = (self._cache.reset, self.host.reset, self._blocks.names.clear)
         self._weights = Weights(manager.model, lambda: [each() for each in forget])
         self._search, self._free, self._evict = (getattr(self._cache, name) for name in CALLS)
         vars(self._cache).update(zip(CALLS, (self._begin, self._end, self._give_up), strict=True))
 
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Give the host memory back, when the manager has been stopped. It can go on without."""
         for name in CALLS:
             vars(self._cache).pop(name, None)
         self.host.close()
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    __exit__ = close
 
     def _begin(self, request_id: str, prompt: list[int]) -> int:
         """How many tokens of a prompt are in blocks of the request."""
+        gone = self._keys.keys() & {request_id}  # it had no room, and has waited
         if not self._scheduler.active_requests:
             self._weights.follow()
-            for id in self._keys.keys() - self._scheduler.waiting_requests.keys():  # a hard stop dropped them
-                self._keys.pop(id)
-                self.host.end(id, 0)
+            gone |= self._keys.keys() - self._scheduler.waiting_requests.keys()  # a hard stop dropped them
+        for id in gone:
+            self.host.end(id, 0)
+            del self._keys[id]
         found, request = self._search(request_id, prompt), self._scheduler.waiting_requests[request_id]
         if not self._cache.can_store_request_tokens(request, len(prompt), dry_run=True):
             self._give_up()
@@ -124,8 +120,6 @@ class ContinuousPrefixCache(AbstractContextManager["ContinuousPrefixCache"]):
             has_room = self._cache.can_store_request_tokens(request, boundary)
             return self._allocator.block_table[request_id][start // self._page :] if has_room else None
 
-        if request_id in self._keys:  # it had no room, and has waited
-            self.host.end(request_id, 0)
         keys = self._keys[request_id] = self._hasher.keys(prompt)
         self.host.start(request_id, keys, num_tokens=len(prompt), on_device=found, allocate=allocate)
         resume_at = dict(self._copy()).get(request_id, found)
