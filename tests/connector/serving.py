@@ -6,7 +6,6 @@ from math import ceil
 import torch
 
 from connector.transformers import HostPrefixCache, ModelPast
-from connector.transformers.paged import block_bytes, groups_of
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from random_models import WINDOW, build_family
 from tests.connector.running import BLOCK, document, error
@@ -25,7 +24,7 @@ def model(family, window=WINDOW, dtype=torch.float32):
 
 
 def planner_of(of, block_tokens=BLOCK):
-    return HybridChunkPlanner(groups_of(ModelPast(of), block_tokens), max_model_len=MAX_MODEL_LEN)
+    return HybridChunkPlanner(ModelPast(of, block_tokens).groups, max_model_len=MAX_MODEL_LEN)
 
 
 def device_bytes(of, block_tokens=BLOCK, blocks=None):
@@ -34,7 +33,7 @@ def device_bytes(of, block_tokens=BLOCK, blocks=None):
     """
     checkpoint = max(planner_of(of, block_tokens).checkpoint_blocks(depth) for depth in range(1, 20))
     blocks = blocks or 2 * ceil(LONGEST / block_tokens) + 3 * checkpoint
-    return blocks * block_bytes(ModelPast(of), block_tokens)
+    return blocks * ModelPast(of, block_tokens).block_bytes
 
 
 def generated(of, tokens, past=None, new_tokens=2, **options):

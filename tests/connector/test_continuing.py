@@ -26,13 +26,13 @@ SMALL = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_valu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_but_jamba_goes_on_with_any_number_of_tokens(family, dtype):
     model = tiny(family).to(dtype)
-    assert takes_several(model, ModelPast(model)) is (family != "jamba")
+    assert takes_several(model) is (family != "jamba")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_model_of_the_demo_goes_on_with_any_number_of_tokens(arch):
     model = build_model(arch, hidden=64)
-    assert takes_several(model, ModelPast(model))
+    assert takes_several(model)
 
 
 def test_a_model_that_the_demo_has_not_is_refused():
@@ -44,7 +44,7 @@ def test_a_model_that_the_demo_has_not_is_refused():
 def test_a_dropped_state_that_no_logit_shows_is_found_all_the_same(dtype):
     """With the usual initialisation the dropped states of Jamba change its logits by 1e-4, half precision by 1e-2."""
     model = JambaForCausalLM(tiny("jamba").config).eval().to(dtype)
-    assert not takes_several(model, ModelPast(model))
+    assert not takes_several(model)
 
 
 class CountsFromZero(LlamaForCausalLM):
@@ -60,7 +60,7 @@ def test_a_model_that_reads_all_of_its_past_but_in_the_wrong_place_goes_on_with_
     torch.manual_seed(0)
     model = CountsFromZero(tiny("llama").config).eval()
     initialise(model)
-    assert not takes_several(model, ModelPast(model))
+    assert not takes_several(model)
 
 
 class CountsElsewhere(LlamaForCausalLM):
@@ -89,16 +89,15 @@ def test_a_part_of_the_past_outside_the_cache_is_found(dtype):
     torch.manual_seed(0)
     model = CountsElsewhere(tiny("llama").config).eval()
     initialise(model)
-    past = ModelPast(model.to(dtype))
     with pytest.raises(ConfigurationError, match="CountsElsewhere cannot continue from its own cache"):
-        takes_several(model, past)
+        takes_several(model.to(dtype))
 
 
 def test_recurrent_gemma_keeps_its_states_in_its_modules_and_is_refused():
     config = RecurrentGemmaConfig(**SMALL, num_hidden_layers=3, lru_width=64, attention_window_size=64)
     model = RecurrentGemmaForCausalLM(config).eval()
     with pytest.raises(ConfigurationError, match="RecurrentGemmaForCausalLM"):
-        takes_several(model, ModelPast(model))
+        takes_several(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,10 +105,9 @@ def test_a_fault_that_shows_only_beyond_the_window_is_found(dtype):
     torch.manual_seed(0)
     model = ForgetsFarTokens(tiny("gemma3").config).eval()
     initialise(model)
-    past = ModelPast(model.to(dtype))
     with pytest.raises(ConfigurationError, match="after 48 tokens, more than its window"):
-        takes_several(model, past)
-    assert takes_several(model, past, max_model_len=WINDOW)  # no request gets there
+        takes_several(model.to(dtype))
+    assert takes_several(model, max_model_len=WINDOW)  # no request gets there
 
 
 def llama(layers, **options):
@@ -118,13 +116,13 @@ def llama(layers, **options):
 
 def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
     kinds = ["full_attention", "sliding_attention", "chunked_attention", "sliding_attention"]
-    past = ModelPast(llama(4, layer_types=kinds, sliding_window=48, attention_chunk_size=24))
-    assert [(type(each.local), each.local.window_tokens, each.row_bytes(1)) for each in past.locals] == [
+    past = ModelPast(llama(4, layer_types=kinds, sliding_window=48, attention_chunk_size=24), 1)
+    assert [(type(each.kind), each.kind.window_tokens, each.row_bytes) for each in past.locals] == [
         (WindowGroup, 48, 512),
         (ChunkLocalGroup, 24, 256),
     ]
     assert [[part.layer for part in each.parts] for each in past.locals] == [[1, 1, 3, 3], [2, 2]]
-    assert past.full.row_bytes(1) == 256
+    assert past.full.row_bytes == 256
 
 
 @pytest.mark.parametrize(
@@ -143,14 +141,14 @@ def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
 )
 def test_each_family_keeps_these_layers_in_these_bytes(family, layers, weight):
     """Bytes of full attention per token, of windows per token, and of all states."""
-    past = ModelPast(tiny(family))
-    names = ["f" * each.full + local(each) + "s" * bool(each.states) for each in past.layers]
+    past = ModelPast(tiny(family), 1)
+    names = [attention(each) + "s" * bool(each.states) for each in past.layers]
     assert " ".join(names) == layers
-    assert (past.full.row_bytes(1), sum(each.row_bytes(1) for each in past.locals), past.states.row_bytes(1)) == weight
+    assert (past.full.row_bytes, sum(each.row_bytes for each in past.locals), past.states.row_bytes) == weight
 
 
-def local(layer):
-    return {None: "", "window": "w", "chunk-local": "c"}[layer.local and layer.local.kind]
+def attention(layer):
+    return {None: "", "prefix": "f", "window": "w", "chunk-local": "c"}[layer.attention and layer.attention.kind]
 
 
 @pytest.mark.parametrize(
@@ -165,14 +163,14 @@ def test_a_kind_of_layer_that_is_not_known_is_refused_by_name(kind, name):
     model = llama(2, sliding_window=48)
     model.config.layer_types = ["full_attention", kind]
     with pytest.raises(ConfigurationError, match=name):
-        ModelPast(model)
+        ModelPast(model, 1)
 
 
 def test_a_layer_that_should_keep_keys_and_keeps_none_is_refused():
     model = llama(2)
     model.config.num_hidden_layers = 3
     with pytest.raises(ConfigurationError, match="LlamaForCausalLM keeps the past of its layer 2 outside"):
-        ModelPast(model)
+        ModelPast(model, 1)
 
 
 class Loops(LlamaForCausalLM):
@@ -189,7 +187,7 @@ class Loops(LlamaForCausalLM):
 
 def test_a_model_that_keeps_the_past_of_layers_its_configuration_has_not_is_refused():
     with pytest.raises(ConfigurationError, match="Loops keeps the past of 5 layers, but its configuration has 4"):
-        ModelPast(Loops(tiny("llama").config).eval())
+        ModelPast(Loops(tiny("llama").config).eval(), 1)
 
 
 def test_a_family_that_is_not_there_is_refused():

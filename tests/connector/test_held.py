@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from connector.transformers import ModelPast, Past
+from connector.transformers.layers import STATES
 from connector.transformers.past import Kept, PastPart
 from connector.transformers.running import logits
 from cpu_prefix_cache import MisuseError
@@ -26,10 +27,10 @@ class Bench:
     def __init__(self, family) -> None:
         torch.set_num_threads(1)
         self.model = tiny(family)
-        self.past = ModelPast(self.model)
+        self.past = ModelPast(self.model, BLOCK)
 
     def fresh(self):
-        return Past(self.past, BLOCK)
+        return Past(self.past)
 
     @torch.inference_mode()
     def run(self, past, ids, cuts):
@@ -43,7 +44,7 @@ class Bench:
     def window(self, past, kept):
         """The blocks that a checkpoint needs where this past ends, each whole, and the first token of them."""
         end = past.get_seq_length()
-        first = kept.first_needed(end, BLOCK)
+        first = kept.first_needed(end)
         return past.taken(kept, first, end), first
 
 
@@ -107,14 +108,15 @@ def test_parts_stand_layer_by_layer_keys_first():
 
 def test_latent_attention_has_keys_and_values_of_different_widths():
     keys, values = bench("deepseek_v3").past.full.parts[:2]
-    assert (keys.shape, values.shape) == ((1, 16), (1, 4))
+    assert (keys.shape, values.shape) == ((1, BLOCK, 16), (1, BLOCK, 4))
 
 
 def test_a_state_begins_where_its_type_can_be_read():
     odd = PastPart(0, "conv", 0, (1, 3), torch.bfloat16), PastPart(0, "recurrent", 0, (1, 2), torch.float32)
-    assert [(span.start, span.stop) for _, span in Kept(odd).spans(BLOCK)] == [(0, 6), (8, 16)]
+    kept = Kept(STATES, odd, BLOCK)
+    assert [(span.start, span.stop) for span in kept.spans] == [(0, 6), (8, 16)]
     rows = torch.full((1, 16), POISON, dtype=torch.uint8)
-    for part, values in Kept(odd).views(rows, BLOCK):
+    for part, values in kept.views(rows):
         values.fill_(1 + part.index)
     assert rows.view(torch.bfloat16)[0, :3].tolist() == [1, 1, 1] and rows.view(torch.float32)[0, 2:].tolist() == [1, 1]
 
@@ -145,7 +147,7 @@ def test_a_part_that_is_kept_otherwise_is_not_copied_out():
         models = bench(family)
         past, kept = models.begun(prompt(5), [32]), getattr(models.past, kind)
         part = kept.parts[0]
-        wrong = Kept((replace(part, dtype=torch.float16),))
+        wrong = Kept(kept.kind, [replace(part, dtype=torch.float16)], BLOCK)
         with pytest.raises(MisuseError, match="otherwise than when it was probed"):
             past.taken(wrong, 0, 32)
 

@@ -17,7 +17,6 @@ import torch
 from transformers import DynamicCache
 
 from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefused, host_prefix_cache
-from connector.transformers.paged import block_bytes
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES, build_family
@@ -39,7 +38,7 @@ def model(family):
 
 def cache_of(family, wrap_copier=None, blocks=None):
     """A cache whose device holds two prompts and some checkpoints."""
-    size = block_bytes(ModelPast(model(family)), BLOCK)
+    size = ModelPast(model(family), BLOCK).block_bytes
     made = HostPrefixCache(model(family), host_bytes=1 << 23, max_model_len=8 * LONGEST)
     checkpoint = max(made.planner.checkpoint_blocks(depth) for depth in range(1, 20))
     made.close()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from connector.transformers import ModelPast, Past, PromptRefused
-from connector.transformers.paged import groups_of
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES
 from tests.connector.running import BLOCK, apart, document, error
@@ -90,7 +89,7 @@ def test_a_row_and_its_prompt_alone_are_one(family):
 
 @pytest.mark.parametrize(
     ("family", "group"),
-    [(family, group) for family in FAMILIES for group in range(len(groups_of(ModelPast(model(family)), BLOCK)))],
+    [(family, group) for family in FAMILIES for group in range(len(ModelPast(model(family), BLOCK).groups))],
 )
 def test_a_damaged_block_of_each_group_shows(family, group):
     with cache_of(family, wrap_copier=lambda *args: CorruptingCopier(*args, group=group, loads=None)) as cache:

@@ -45,10 +45,10 @@ class Past(DynamicCache):
     given beside it. It is the argument of one `generate` or of several calls of the model that go on with each other.
     """
 
-    def __init__(self, past: ModelPast, block_tokens: int) -> None:
+    def __init__(self, past: ModelPast) -> None:
         super().__init__()
         self.hit_tokens = self.device_hit_tokens = 0
-        self.kept, self._block_tokens, self._rows = past, block_tokens, 1
+        self.kept, self._block_tokens, self._rows = past, past.block_tokens, 1
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
@@ -79,18 +79,16 @@ class Past(DynamicCache):
         first._pads, first._rows = list(pads), len(pasts)
         first.hit_tokens = sum(past.hit_tokens for past in pasts)
         first.device_hit_tokens = sum(past.device_hit_tokens for past in pasts)
-        for index, kept in enumerate(first.kept.layers):
-            layer, rows = first.layers[index], [tensors_of(past.layers[index]) for past in pasts]
-            held = tensors_of(layer)
-            memory = [
-                _aligned([row.get(key, held[key][:, :, :0]) for row in rows], _most(layer, columns), room * kept.full)
-                for key in KEYS_AND_VALUES
-                if key in held
-            ]
+        for index, layer in enumerate(first.layers[: len(first.kept.layers)]):
+            rows, memory = [tensors_of(past.layers[index]) for past in pasts], list[torch.Tensor]()
+            for key, like in tensors_of(layer).items():
+                if key in KEYS_AND_VALUES:
+                    each = [row.get(key, like[:, :, :0]) for row in rows]
+                    memory.append(_aligned(each, _most(layer, columns), 0 if layer.is_sliding else room))
+                else:
+                    put(layer, key, torch.cat([row.get(key, torch.zeros_like(like)) for row in rows]))  # as it begins
             if memory:
                 first._begin(index, memory, columns)
-            for key in held.keys() - KEYS_AND_VALUES:
-                put(layer, key, torch.cat([row.get(key, torch.zeros_like(held[key])) for row in rows]))  # as they begin
         first._set_count(columns)
         return first
 
@@ -153,18 +151,18 @@ class Past(DynamicCache):
         attention with room for more; or all states. MisuseError if the next token can see others.
         """
         self._set_count(length)
-        if kept.is_state:
-            for part, state in kept.views(rows, self._block_tokens):
+        if kept.kind.is_state:
+            for part, state in kept.views(rows):
                 put(self.layers[part.layer], part.key, state[0])
             return
         known, memories = len(rows) * self._block_tokens, dict[int, list[torch.Tensor]]()
-        if length - known > kept.first_needed(length, self._block_tokens):
+        if length - known > kept.first_needed(length):
             raise MisuseError(f"at {length} more tokens are needed than the last {known}")
         places, sources = list[torch.Tensor](), list[torch.Tensor]()
-        for part, values in kept.views(rows, self._block_tokens):
+        for part, values in kept.views(rows):
             # each in memory of its own, which is free once transformers has replaced the layer's
             held = _most(self.layers[part.layer], length)
-            memory = values.new_empty(1, values.shape[1], held + room * (kept.local is None), values.shape[3])
+            memory = values.new_empty(1, values.shape[1], held + room * kept.kind.is_prefix, values.shape[3])
             if held > known:
                 memory[..., : held - known, :] = 0  # out of sight
             places.append(_in_blocks(memory[0, :, held - known : held], self._block_tokens))
@@ -175,18 +173,17 @@ class Past(DynamicCache):
             self._begin(index, both, length)
 
     def taken(self, kept: Kept, first: int, end: int) -> torch.Tensor:
-        """Rows of bytes: the tokens [first, end) in whole blocks, or all states as they are now."""
-        count = 1 if kept.is_state else (end - first) // self._block_tokens
-        size = count, kept.row_bytes(self._block_tokens)
+        """Rows of bytes: the tokens [first, end) in whole blocks, or of one block all states as they are now."""
+        size = (end - first) // self._block_tokens, kept.row_bytes
         self.take(kept, rows := torch.zeros(size, dtype=torch.uint8, device=self.kept.device), first)
         return rows
 
     def take(self, kept: Kept, rows: torch.Tensor, first: int, prompt: int = 0) -> None:
         """Fill these rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
         end = first + len(rows) * self._block_tokens
-        for part, place in kept.views(rows, self._block_tokens):
+        for part, place in kept.views(rows):
             held = tensors_of(self.layers[part.layer]).get(part.key, torch.empty(0))
-            held = held[None, :1] if kept.is_state else self._cut(part.layer, held, first, end, prompt)
+            held = held[None, :1] if kept.kind.is_state else self._cut(part.layer, held, first, end, prompt)
             if (held.dtype, held.shape) != (place.dtype, place.shape):
                 raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
             place.copy_(held)
@@ -235,13 +232,7 @@ class Past(DynamicCache):
         """
         self._counts = [] if self.kept.has_attention else [TokenCount()]
         self.layer_class_to_replicate = None  # the model has no other layers
-        self.layers: list[Any] = [
-            layer.make(sliding_window=layer.local.window_tokens + self._block_tokens - 1)
-            if layer.local
-            else layer.make()
-            for layer in self.kept.layers
-        ]
-        self.layers += self._counts
+        self.layers: list[Any] = [*(layer.empty(self._block_tokens - 1) for layer in self.kept.layers), *self._counts]
 
     def _set_count(self, tokens: int) -> None:
         for each in self._counts:

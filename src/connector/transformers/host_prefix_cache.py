@@ -117,11 +117,11 @@ class HostPrefixCache:
             )
         self.model = model.eval()
         self.max_model_len = longest(model, max_model_len)
-        self._past = ModelPast(model)
-        self._takes_several = takes_several(model, self._past, self.max_model_len)
+        self._past = ModelPast(model, block_tokens)
+        self._takes_several = takes_several(model, self.max_model_len)
         host = num_bytes("host_bytes", host_bytes)
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
-        self._kv = PagedPast(self._past, block_tokens, self.max_model_len, device, host)
+        self._kv = PagedPast(self._past, self.max_model_len, device, host)
         self.planner, self._pool = self._kv.planner, self._kv.pool
         self._reader = InputReader(model, self.max_model_len)
         self._tried: set[str] = set()
@@ -243,7 +243,7 @@ class HostPrefixCache:
             try_images(self.model, rows[0].tokens, images)
             self._tried.add("images")
         if any(row.pad for row in rows) and "batch" not in self._tried:
-            try_batch(self.model, self._empty, left=TAIL if self._takes_several else 1)
+            try_batch(self.model, self._past, left=TAIL if self._takes_several else 1)
             self._tried.add("batch")
 
     def _prompt(self, row: Row) -> _Prompt:
@@ -347,14 +347,11 @@ class HostPrefixCache:
 
     def _filled(self, prompt: _Prompt, place: Placement) -> Past:
         """A past with the tokens that a placement has of a prompt."""
-        past = self._empty()
+        past = Past(self._past)
         place.begin_behind(prompt.row.behind)
         if place.length:
             self._kv.restore(past, place, self._room(prompt, place.length))
         return past
-
-    def _empty(self) -> Past:
-        return Past(self._past, self.planner.grid_tokens)
 
     def _room(self, prompt: _Prompt, columns: int) -> int:
         """Tokens that may come behind so many columns: the rest of the prompt, and some of an answer."""

@@ -27,26 +27,33 @@ from transformers.cache_utils import (
 )
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import ChunkLocalGroup, WindowGroup
+from cpu_prefix_cache.deciding import ChunkLocalGroup, PrefixGroup, StateGroup, WindowGroup
 
 # A layer that keeps nothing. 5.19 has no kind for it: there such a layer is a state layer, and stays without a state.
 NothingLayer: type[Any] = vars(cache_utils).get("DummyLayer", LinearAttentionLayer)
-# Attention to a limited number of past tokens, as a group in blocks of one token whose bytes are not known yet.
-Local = WindowGroup | ChunkLocalGroup
+# Kinds of what is kept, as groups in blocks of one token whose bytes are not known yet.
+Local = WindowGroup | ChunkLocalGroup  # of a limited number of past tokens
+Kind = PrefixGroup | Local | StateGroup
+FULL = PrefixGroup(name="attention", block_tokens=1, block_bytes=1)
+STATES = StateGroup(name="state", block_tokens=1, block_bytes=1)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPast:
     """The state of one layer: nothing, if all are at their defaults.
 
-    `states` is its number of (convolution, recurrent) pairs of states, or of those it has room for. `make` makes an
-    empty one, with other options where some are given.
+    `attention` is the kind of its keys and values, `states` its number of (convolution, recurrent) pairs of states, or
+    of those it has room for. `make` makes an empty layer, with other options where some are given.
     """
 
-    full: bool = False
-    local: Local | None = None
+    attention: PrefixGroup | Local | None = None
     states: int = 0
     make: Callable[..., Any] = field(default=NothingLayer, compare=False)
+
+    def empty(self, more: int) -> Any:
+        """An empty layer. Where it has a window, it keeps so many tokens more."""
+        local = self.attention
+        return self.make(sliding_window=local.window_tokens + more) if isinstance(local, Local) else self.make()
 
 
 def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
@@ -91,21 +98,18 @@ def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
 
 def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
     if type(layer) is DynamicLayer:
-        return LayerPast(full=True)
+        return LayerPast(FULL)
     if type(layer) is DynamicSlidingWindowLayer:  # transformers' class for both
-        return LayerPast(local=_local(ChunkLocalGroup if kind == "chunked_attention" else WindowGroup, layer))
+        local = ChunkLocalGroup if kind == "chunked_attention" else WindowGroup
+        tokens = layer.sliding_window
+        return LayerPast(local(name=f"{local.kind}-{tokens}", block_tokens=1, block_bytes=1, window_tokens=tokens))
     if type(layer) is LinearAttentionLayer:
         return LayerPast(states=layer.number_of_states)
     if type(layer) is NothingLayer:
         return LayerPast()
     if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return LayerPast(full=True, states=layer.number_of_states)
+        return LayerPast(FULL, layer.number_of_states)
     raise ConfigurationError(
         f"{place} keeps its past as {type(layer).__name__}, which is not supported; supported are full, sliding-window "
         "and chunked attention, linear-attention and convolution states, and full attention with states in one layer"
     )
-
-
-def _local(kind: type[Local], layer: DynamicSlidingWindowLayer) -> Local:
-    tokens = layer.sliding_window
-    return kind(name=f"{kind.kind}-{tokens}", block_tokens=1, block_bytes=1, window_tokens=tokens)

@@ -8,7 +8,6 @@ The tokens of one head lie together, as in transformers' cache: a block is copie
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,48 +17,37 @@ from connector.transformers.past import KEYS, Kept, ModelPast
 from cpu_prefix_cache import KVGroup
 from cpu_prefix_cache.copying import Role, blocks_first, check_fits
 from cpu_prefix_cache.deciding import (
-    Group,
     HybridChunkPlanner,
     KVCacheCoordinator,
     Placement,
-    PrefixGroup,
-    StateGroup,
     TakenCheckpoints,
     new_pool,
 )
 
-ALIGNMENT = 16  # bytes: a row can be viewed as any type, and copied in wide words
 CHECKPOINTS = 4  # of windows and states that device blocks have room for beside a prompt
 SHARE_OF_HOST = 4  # device blocks take at most one part in so many of host memory, where nothing else is given
 
 
 class PagedPast(TakenCheckpoints):
-    """Device blocks for a model's past: `device_bytes` of them, or those of the longest prompt, in bounds.
-
-    A block holds `block_tokens` tokens of full attention; in a model without any, the largest other piece.
-    """
+    """Device blocks for a model's past: `device_bytes` of them, or those of the longest prompt, in bounds."""
 
     @torch.inference_mode(False)  # blocks are written in any mode
-    def __init__(
-        self, past: ModelPast, block_tokens: int, max_model_len: int, device_bytes: int | None, host_bytes: int
-    ) -> None:
-        self.planner = HybridChunkPlanner(groups_of(past, block_tokens), max_model_len=max_model_len)
-        self.block_bytes = block_bytes(past, block_tokens)
-        host_blocks = host_bytes // self.block_bytes
-        usual = _usual_blocks(self.planner, max_model_len, host_blocks)
+    def __init__(self, past: ModelPast, max_model_len: int, device_bytes: int | None, host_bytes: int) -> None:
+        self.planner, self.block_bytes = HybridChunkPlanner(past.groups, max_model_len=max_model_len), past.block_bytes
+        usual = _usual_blocks(self.planner, max_model_len, host_bytes // self.block_bytes)
         self.num_blocks = usual if device_bytes is None else device_bytes // self.block_bytes
         if past.device.type == "cpu":
             check_fits(self.num_blocks * self.block_bytes)
+        self.region = torch.zeros(self.num_blocks, self.block_bytes, dtype=torch.uint8, device=past.device)
         self.pool = new_pool(self.planner, self.num_blocks, on_device=True)
         super().__init__(KVCacheCoordinator(self.planner, self.pool, on_device=True))
-        self._past, self._block_tokens = past, block_tokens
-        self.region = torch.zeros(self.num_blocks, self.block_bytes, dtype=torch.uint8, device=past.device)
+        self._past, self._block_tokens = past, past.block_tokens
 
     def layout(self) -> list[KVGroup]:
         """Every group with its parts: of full attention K and V of each layer; of the others rows of plain bytes."""
         full = [
             blocks_first(part.layer, Role.KEY if part.key == KEYS else Role.VALUE, blocks)
-            for part, blocks in self._past.full.views(self.region, self._block_tokens)
+            for part, blocks in self._past.full.views(self.region)
         ]
         rows = [blocks_first(0, Role.STATE, self.region)]
         return [KVGroup(group, full if group.is_prefix else rows) for group in self.planner.groups]
@@ -82,7 +70,7 @@ class PagedPast(TakenCheckpoints):
             for at, piece in zip(places, self.pool.checkpoints.pieces(place.resume_node()), strict=True):
                 blocks[at.group] += piece
         for kept, held in zip(self._past.kept, blocks, strict=True):
-            past.fill(kept, self._read(held, kept.row_bytes(self._block_tokens)), place.length, room)
+            past.fill(kept, self._read(held, kept.row_bytes), place.length, room)
 
     def keep(self, past: Past, row: int, place: Placement) -> None:
         """Write the tokens of full attention of a row into the blocks that were allocated for them."""
@@ -105,7 +93,7 @@ class PagedPast(TakenCheckpoints):
         """Have `fill` write pieces, uint8 [pieces, bytes], to these blocks, equally many each. The rest of the last is
         zeroed.
         """
-        places, num_bytes = self._rows(blocks), kept.row_bytes(self._block_tokens)
+        places, num_bytes = self._rows(blocks), kept.row_bytes
         width = self._width(num_bytes)
         if isinstance(places, slice) and num_bytes == width:
             fill(self.region[places].view(-1, width))
@@ -133,26 +121,6 @@ class PagedPast(TakenCheckpoints):
         if list(blocks) == list(range(first, end)):
             return slice(first, end)
         return torch.tensor(blocks, device=self.region.device)
-
-
-def block_bytes(past: ModelPast, block_tokens: int) -> int:
-    content = past.full.row_bytes(block_tokens) or max(kept.row_bytes(block_tokens) for kept in past.kept)
-    return -(-content // ALIGNMENT) * ALIGNMENT
-
-
-def groups_of(past: ModelPast, block_tokens: int) -> tuple[Group, ...]:
-    """A group for each of what is kept."""
-    row_bytes = block_bytes(past, block_tokens)
-
-    def group(kept: Kept) -> Group:
-        piece = kept.row_bytes(block_tokens)
-        if kept is past.full:
-            return PrefixGroup(name="attention", block_tokens=block_tokens, block_bytes=piece)
-        of_kind = kept.local or StateGroup(name="state", block_tokens=block_tokens, block_bytes=row_bytes)
-        rows = -(-piece // row_bytes)
-        return replace(of_kind, block_tokens=block_tokens, block_bytes=row_bytes, device_blocks=rows)
-
-    return tuple(map(group, past.kept))
 
 
 def _usual_blocks(planner: HybridChunkPlanner, max_model_len: int, host_blocks: int) -> int:

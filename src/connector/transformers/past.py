@@ -9,8 +9,9 @@ then V, then its states, convolution before recurrent.
     states    all states together                                        a row: all of them at one position
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,18 +19,19 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from connector.transformers.layers import LayerPast, Local, classify
+from connector.transformers.layers import FULL, STATES, Kind, LayerPast, classify
 from connector.transformers.running import logits, refusing
 from cpu_prefix_cache import ConfigurationError
 
 KEYS, VALUES = KEYS_AND_VALUES = ("keys", 0), ("values", 0)
 CONV, RECURRENT = "conv", "recurrent"
+ALIGNMENT = 16  # bytes: a row of a device block can be viewed as any type, and copied in wide words
 PROBE_TOKENS = 2  # more than one, because a decode step may keep other dtypes than a prefill
 
 
 @dataclass(frozen=True, slots=True)
 class PastPart:
-    """One tensor: K or V of one token, [heads, width]; or a whole state, with its batch dimension of 1.
+    """One tensor: K or V of a block of tokens, [heads, tokens, width]; or a whole state, with its batch dimension of 1.
 
     `name` is keys, values, conv or recurrent; `index` counts the states of one layer.
     """
@@ -45,77 +47,65 @@ class PastPart:
         """Key of the tensor among those of its layer."""
         return self.name, self.index
 
-    @property
-    def is_state(self) -> bool:
-        return self.name in (CONV, RECURRENT)
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Parts that layers of one kind keep. `local` is None of full attention, and of states."""
+    """Parts of one kind: of a block of tokens, or of all states. A row of `row_bytes` bytes has them all."""
 
-    parts: tuple[PastPart, ...]
-    local: Local | None = None
+    def __init__(self, kind: Kind, parts: Sequence[PastPart], block_tokens: int) -> None:
+        self.kind, self.parts, self._block_tokens = kind, parts, block_tokens
+        self.spans: list[slice] = []  # of each part in a row; it begins where its type can be read
+        self.row_bytes = 0
+        for part in parts:
+            begin = -(-self.row_bytes // part.dtype.itemsize) * part.dtype.itemsize
+            self.row_bytes = begin + prod(part.shape) * part.dtype.itemsize
+            self.spans.append(slice(begin, self.row_bytes))
 
-    @property
-    def is_state(self) -> bool:
-        return any(part.is_state for part in self.parts[:1])
+    def views(self, rows: torch.Tensor) -> Iterator[tuple[PastPart, torch.Tensor]]:
+        """Each part in rows of bytes: [rows, *shape]."""
+        for part, span in zip(self.parts, self.spans, strict=True):
+            yield part, rows[:, span].view(part.dtype).view(len(rows), *part.shape)
 
-    def row_bytes(self, tokens: int) -> int:
-        """The bytes of a block of so many tokens, or of all states."""
-        return max((span.stop for _, span in self.spans(tokens)), default=0)
-
-    def spans(self, tokens: int) -> Iterator[tuple[PastPart, slice]]:
-        """Each part, and its bytes in a row. One begins where its type can be read."""
-        end = 0
-        for part in self.parts:
-            begin = -(-end // part.dtype.itemsize) * part.dtype.itemsize
-            end = begin + part.num_bytes * (1 if part.is_state else tokens)
-            yield part, slice(begin, end)
-
-    def views(self, rows: torch.Tensor, tokens: int) -> Iterator[tuple[PastPart, torch.Tensor]]:
-        """The same in rows of bytes: [rows, heads, tokens, width], or [rows, *shape] of a state."""
-        for part, span in self.spans(tokens):
-            heads, *width = part.shape
-            shape = part.shape if part.is_state else (heads, tokens, *width)
-            yield part, rows[:, span].view(part.dtype).view(len(rows), *shape)
-
-    def first_needed(self, length: int, block_tokens: int) -> int:
+    def first_needed(self, length: int) -> int:
         """The first token of the blocks that hold all that the token at `length`, or a later one, can see."""
-        return 0 if self.local is None else self.local.needed(length).start // block_tokens * block_tokens
+        return self.kind.needed(length).start // self._block_tokens * self._block_tokens
 
 
 class ModelPast:
-    """Past that a model keeps.
+    """Past that a model keeps, in blocks of `block_tokens` tokens.
 
     `layers` lists the states of each layer. `full`, `locals` (windows of two sizes are two) and `states` are what is
-    kept in them, and `kept` those of them that have parts.
+    kept in them, `kept` those of them that have parts, and `groups` their groups. All is in device blocks of
+    `block_bytes`: one block of full attention, or in a model without any the largest other piece.
 
     Raises ConfigurationError for layers of an unknown kind, and for attention that keeps no keys and values.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.layers, self.device = classify(model), model.device
-        parts = _probe(model, self.layers)
-        attention = [part for part in parts if not part.is_state]
-        self.full = Kept(tuple(part for part in attention if self.layers[part.layer].full))
-        self.locals = tuple(
-            Kept(tuple(part for part in attention if self.layers[part.layer].local == local), local)
-            for local in dict.fromkeys(layer.local for layer in self.layers)
-            if local is not None
-        )
-        self.states = Kept(tuple(part for part in parts if part.is_state))
-        self.kept = tuple(kept for kept in (self.full, *self.locals, self.states) if kept.parts)
-        self.has_attention = bool(attention)
+    def __init__(self, model: PreTrainedModel, block_tokens: int) -> None:
+        self.layers, self.device, self.block_tokens = classify(model), model.device, block_tokens
+        parts = _probe(model, self.layers, block_tokens)
+        kinds = dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None)
+        of_kind = {kind: Kept(kind, parts.get(kind, ()), block_tokens) for kind in (FULL, *kinds, STATES)}
+        self.full, *self.locals, self.states = of_kind.values()
+        self.kept = [each for each in of_kind.values() if each.parts]
+        self.has_attention = self.kept != [self.states]
+        content = self.full.row_bytes or max(each.row_bytes for each in self.kept)
+        self.block_bytes = -(-content // ALIGNMENT) * ALIGNMENT
+        self.groups = [
+            replace(each.kind, block_tokens=block_tokens, block_bytes=each.row_bytes)
+            if each is self.full
+            else replace(
+                each.kind,
+                block_tokens=block_tokens,
+                block_bytes=self.block_bytes,
+                device_blocks=-(-each.row_bytes // self.block_bytes),
+            )
+            for each in self.kept
+        ]
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart]:
-    """Every tensor that a forward pass keeps, in order."""
+def _probe(model: PreTrainedModel, layers: Sequence[LayerPast], block_tokens: int) -> dict[Kind, list[PastPart]]:
+    """Every tensor that a forward pass keeps, by its kind, in order."""
     cache = DynamicCache(config=model.config)
     with refusing(model):
         logits(model, torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device), cache)
@@ -124,17 +114,20 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast]) -> list[PastPart
             f"{type(model).__name__} keeps the past of {len(cache.layers)} layers, but its configuration has "
             f"{len(layers)}: what the others keep is not known"
         )
-    parts: list[PastPart] = []
+    parts: defaultdict[Kind, list[PastPart]] = defaultdict(list)
     for index, (past, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         held = tensors_of(layer)
-        if (past.full or past.local) and held.keys().isdisjoint(KEYS_AND_VALUES):
+        if past.attention is not None and held.keys().isdisjoint(KEYS_AND_VALUES):
             raise ConfigurationError(
                 f"{type(model).__name__} keeps the past of its layer {index} outside transformers' Cache, or keeps "
                 "none: there is nothing to cache"
             )
         for key, each in held.items():
-            shape = (each.shape[1], each.shape[3]) if key in KEYS_AND_VALUES else tuple(each.shape)
-            parts.append(PastPart(index, *key, shape, each.dtype))
+            if key in KEYS_AND_VALUES and past.attention is not None:
+                shape = each.shape[1], block_tokens, each.shape[3]
+                parts[past.attention].append(PastPart(index, *key, shape, each.dtype))
+            else:
+                parts[STATES].append(PastPart(index, *key, tuple(each.shape), each.dtype))
     return parts
 
 

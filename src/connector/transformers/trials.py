@@ -10,13 +10,14 @@ token follows, and ignore it when several do; some keep a part of their past in 
 it (RecurrentGemma). No list of model names would stay up to date, and no configuration says so: logits are compared.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.held import Past
 from connector.transformers.inputs import Images, PromptRefused, placeholders
+from connector.transformers.layers import Local
 from connector.transformers.past import Kept, ModelPast
 from connector.transformers.running import logits, refusing
 from cpu_prefix_cache import ConfigurationError
@@ -35,12 +36,13 @@ NAN = 0xFF  # in every byte: NaN in any floating type
 
 
 @torch.inference_mode()
-def takes_several(model: PreTrainedModel, past: ModelPast, max_model_len: int = LARGEST_WINDOW) -> bool:
+def takes_several(model: PreTrainedModel, max_model_len: int = LARGEST_WINDOW) -> bool:
     """Whether several tokens may follow a restored past of `model` at once, or only one.
 
     Raises ConfigurationError for a model whose logits behind one are not those of an uninterrupted `generate`.
     """
     with refusing(model):
+        past = ModelPast(model, BLOCK_TOKENS)
         trial = _Continued(model, past)
         _check(model, "its own cache", trial.error(1), ConfigurationError)
         if not trial.reads_states(1):
@@ -54,7 +56,7 @@ def takes_several(model: PreTrainedModel, past: ModelPast, max_model_len: int = 
         return at_once
 
 
-def try_batch(model: PreTrainedModel, empty: Callable[[], Past], left: int) -> None:
+def try_batch(model: PreTrainedModel, kept: ModelPast, left: int) -> None:
     """Raise PromptRefused for a model that answers otherwise where rows of other lengths are beside a prompt.
 
     `left` tokens are left to `generate` behind the past.
@@ -62,7 +64,7 @@ def try_batch(model: PreTrainedModel, empty: Callable[[], Past], left: int) -> N
     ids = _tokens(model, sum(LENGTHS))
     rows, then = ids.split(LENGTHS), ids[: len(LENGTHS) * STEPS].view(len(LENGTHS), STEPS)
     wanted = torch.cat([logits(model, row[None], then=after[None]) for row, after in zip(rows, then, strict=True)], 1)
-    pads, pasts = [max(LENGTHS) - len(row) for row in rows], [empty() for _ in rows]
+    pads, pasts = [max(LENGTHS) - len(row) for row in rows], [Past(kept) for _ in rows]
     for row, past in zip(rows, pasts, strict=True):
         logits(model, row[None, :-left], past)
     padded = torch.stack([torch.nn.functional.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
@@ -90,8 +92,8 @@ class _Continued:
         self._model, self._past, self._cut = model, past, cut
         self._ids = _tokens(model, cut + TAIL + STEPS)[None]
         self._wanted = logits(model, self._ids[:, : cut + 1], then=self._ids[:, cut + 1 :])
-        logits(model, self._ids[:, :cut], begun := Past(past, BLOCK_TOKENS))
-        self._rows = {kept: begun.taken(kept, kept.first_needed(cut, BLOCK_TOKENS), cut) for kept in past.kept}
+        logits(model, self._ids[:, :cut], begun := Past(past))
+        self._rows = {kept: begun.taken(kept, kept.first_needed(cut), cut) for kept in past.kept}
 
     def error(self, at_once: int) -> float:
         """The error of the logits where so many tokens follow at once, and the others one by one."""
@@ -111,7 +113,7 @@ class _Continued:
         """
         for other in (1, 2):
             logits(self._model, self._ids[:, other : CUT + other])
-        past = Past(self._past, BLOCK_TOKENS)
+        past = Past(self._past)
         for kept, each in rows.items():
             past.fill(kept, each, self._cut)
         first, then = self._ids.tensor_split([self._cut + at_once], dim=1)
@@ -122,7 +124,7 @@ class _Continued:
         states = self._past.states
         for name in dict.fromkeys(part.name for part in states.parts):
             page = self._rows[states].clone()
-            for part, span in states.spans(BLOCK_TOKENS):
+            for part, span in zip(states.parts, states.spans, strict=True):
                 if part.name == name:
                     page[:, span] = NAN
             yield {**self._rows, states: page}
@@ -134,7 +136,8 @@ def _tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
 
 def _behind_a_window(past: ModelPast) -> int:
     """The end of the second block behind the smallest window or attention chunk; 0 if none is small enough."""
-    smallest = min((kept.local.window_tokens for kept in past.kept if kept.local), default=LARGEST_WINDOW + 1)
+    windows = (each.kind.window_tokens for each in past.locals if isinstance(each.kind, Local))
+    smallest = min(windows, default=LARGEST_WINDOW + 1)
     return (smallest // BLOCK_TOKENS + 2) * BLOCK_TOKENS if smallest <= LARGEST_WINDOW else 0
 
 
