@@ -70,7 +70,7 @@ class PagedPast(TakenCheckpoints):
             for at, piece in zip(places, self.pool.checkpoints.pieces(place.resume_node()), strict=True):
                 blocks[at.group] += piece
         for kept, held in zip(self._past.kept, blocks, strict=True):
-            past.fill(kept, self._read(held, kept.row_bytes), place.length, room)
+            past.fill(kept, self._read(held, kept), place.length, room)
 
     def keep(self, past: Past, row: int, place: Placement) -> None:
         """Write the tokens of full attention of a row into the blocks that were allocated for them."""
@@ -93,33 +93,31 @@ class PagedPast(TakenCheckpoints):
         """Have `fill` write pieces, uint8 [pieces, bytes], to these blocks, equally many each. The rest of the last is
         zeroed.
         """
-        places, num_bytes = self._rows(blocks), kept.row_bytes
-        width = self._width(num_bytes)
-        if isinstance(places, slice) and num_bytes == width:
-            fill(self.region[places].view(-1, width))
-            return
-        rows = self.region.new_zeros(len(blocks) * self.block_bytes // width, width)
-        fill(rows[:, :num_bytes])
-        # torch writes single bytes four times as slowly
-        self.region.view(torch.int64)[places] = rows.view(len(blocks), -1).view(torch.int64)
+        places = self._places(blocks)
+        is_view = isinstance(places, slice)
+        rows = self.region[places] if is_view else self.region.new_empty(len(blocks), self.block_bytes)
+        pieces = self._as_pieces(rows, kept)
+        fill(pieces[:, : kept.row_bytes])
+        pieces[:, kept.row_bytes :] = 0
+        if not is_view:  # torch writes single bytes four times as slowly
+            self.region.view(torch.int64)[places] = rows.view(torch.int64)
 
-    def _read(self, blocks: Sequence[int], num_bytes: int) -> torch.Tensor:
-        """The pieces in these blocks, uint8 [pieces, num_bytes]. It may be a view of the blocks."""
-        if not blocks:
-            return self.region.new_empty(0, num_bytes)
-        places = self._rows(blocks)
+    def _read(self, blocks: Sequence[int], kept: Kept) -> torch.Tensor:
+        """The pieces in these blocks, uint8 [pieces, bytes]. It may be a view of the blocks."""
+        places = self._places(blocks)
         rows = self.region[places] if isinstance(places, slice) else self.region.index_select(0, places)
-        return rows.view(-1, self._width(num_bytes))[:, :num_bytes]
+        return self._as_pieces(rows, kept)[:, : kept.row_bytes]
 
-    def _width(self, num_bytes: int) -> int:
-        """The bytes of the blocks of a piece."""
-        return -(-num_bytes // self.block_bytes) * self.block_bytes
+    def _as_pieces(self, rows: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Blocks as pieces, each of which takes whole ones."""
+        blocks = -(-kept.row_bytes // self.block_bytes)
+        return rows.view(len(rows) // blocks, blocks * self.block_bytes)
 
-    def _rows(self, blocks: Sequence[int]) -> slice | torch.Tensor:
+    def _places(self, blocks: Sequence[int]) -> slice | torch.Tensor:
         """Neighbours as a slice, which takes three quarters of the time."""
-        first, end = blocks[0], blocks[0] + len(blocks)
-        if list(blocks) == list(range(first, end)):
-            return slice(first, end)
+        first = blocks[0] if blocks else 0
+        if list(blocks) == list(range(first, first + len(blocks))):
+            return slice(first, first + len(blocks))
         return torch.tensor(blocks, device=self.region.device)
 
 

@@ -91,12 +91,10 @@ class ModelPast:
         content = self.full.row_bytes or max(each.row_bytes for each in self.kept)
         self.block_bytes = -(-content // ALIGNMENT) * ALIGNMENT
         self.groups = [
-            replace(each.kind, block_tokens=block_tokens, block_bytes=each.row_bytes)
-            if each is self.full
-            else replace(
+            replace(
                 each.kind,
                 block_tokens=block_tokens,
-                block_bytes=self.block_bytes,
+                block_bytes=each.row_bytes if each.kind.is_prefix else self.block_bytes,
                 device_blocks=-(-each.row_bytes // self.block_bytes),
             )
             for each in self.kept
