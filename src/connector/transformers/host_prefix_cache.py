@@ -27,7 +27,7 @@ from connector.transformers.inputs import InputReader, Row, in_rows, token_ids
 from connector.transformers.paged import PagedPast
 from connector.transformers.past import ModelPast
 from connector.transformers.running import logits
-from connector.transformers.steps import WaitingDevice, copy_all, take_in
+from connector.transformers.steps import WaitingDevice, copy_all
 from connector.transformers.trials import TAIL, takes_several, try_batch, try_images
 from connector.transformers.versions import warn_if_untested
 from cpu_prefix_cache import (
@@ -144,7 +144,8 @@ class HostPrefixCache:
             below=tier,
         )
         self._host.prepare()
-        take_in(self._host)
+        while (opening := self._host.statistics().tier) is not None and opening.state == "opening":
+            copy_all(self._host)  # so that the first prompt finds all that the tier has from before
         self._hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
         self._lock = threading.RLock()
         self._weights = Weights(model, self.reset)

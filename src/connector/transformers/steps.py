@@ -6,8 +6,6 @@ from typing import Any
 from cpu_prefix_cache import HostCache
 from cpu_prefix_cache.deciding import PooledDevice
 
-OPENING = "opening"  # state of a tier
-
 
 class WaitingDevice(PooledDevice):
     """Device pool whose blocks nobody is given between the plan of a copy and its end, so that nothing holds them."""
@@ -27,9 +25,3 @@ def copy_all(host: HostCache) -> list[tuple[Hashable, int]]:
     finally:  # also after an interrupt, wait for the transfers and resolve them
         ended = host.drain()
     return ended
-
-
-def take_in(host: HostCache) -> None:
-    """Wait until a tier has reported all slots from before, so that the first prompt finds them."""
-    while (tier := host.statistics().tier) is not None and tier.state == OPENING:
-        copy_all(host)
