@@ -107,17 +107,15 @@ class Revisions:
     """Names of a model's weights as they change, for a store that engines share."""
 
     def __init__(self, model: PreTrainedModel, tier: FileTier | SharedTier | None) -> None:
-        self._model, self._is_shared = model, isinstance(tier, SharedTier)
-        self._named = {tier and tier.revision}
+        self._model, self._named = model, {tier.revision} if isinstance(tier, SharedTier) else None
 
     def renewed(self) -> str | None:
         """The revision of the weights now. None if it was named before, and nothing stored until now is to be found
         under it, and without such a store.
         """
-        if not self._is_shared:
+        if self._named is None:
             return None
         revision = with_code(weights_revision(self._model), self._model)
-        if revision in self._named:
-            return None
+        is_new = revision not in self._named
         self._named.add(revision)
-        return revision
+        return revision if is_new else None
