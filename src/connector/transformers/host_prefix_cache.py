@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from connector.transformers.changes import Weights
 from connector.transformers.held import Past, before_forward
 from connector.transformers.identity import Revisions, longest, named
-from connector.transformers.inputs import InputReader, Row, in_rows, token_ids
+from connector.transformers.inputs import InputReader, Row, in_rows
 from connector.transformers.paged import PagedPast
 from connector.transformers.past import ModelPast
 from connector.transformers.running import logits
@@ -173,7 +173,7 @@ class HostPrefixCache:
         with it raises MisuseError if its weights, adapters or mode have changed meanwhile, and for more tokens than
         those behind the past, or others.
         """
-        ids = token_ids(input_ids, self._past.device)
+        ids = in_rows(input_ids, self._past.device)
         others = {name: value for name, value in others.items() if value is not None}
         mask = None if attention_mask is None else in_rows(attention_mask, self._past.device)
         rows = self._reader.rows(ids, mask, others)

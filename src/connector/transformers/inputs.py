@@ -86,6 +86,8 @@ class InputReader:
         self._placeholders = placeholders(model.config.to_dict())
 
     def rows(self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]) -> list[Row]:
+        if not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
+            raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
         if odd := [name for name, value in others.items() if not isinstance(value, torch.Tensor)]:
             raise PromptRefused(f"{_listed(odd)} must be tensors, because their bytes are a part of the key")
         if others and len(ids) > 1:
@@ -116,14 +118,6 @@ class InputReader:
         if images is not None and (late := images.names_behind()):
             raise PromptRefused(f"{_listed(late)} must be zeros behind the images, where the tokens alone are the key")
         return Row(tokens, pad, images)
-
-
-def token_ids(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Token ids as a tensor [rows, tokens]."""
-    ids = in_rows(given, device)
-    if not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
-    return ids
 
 
 def in_rows(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
