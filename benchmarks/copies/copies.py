@@ -27,7 +27,7 @@ import triton
 
 from benchmarks.common import percentile, print_environment
 from benchmarks.copies.copy_methods import DEVICE, METHODS, Large, Method, Scene, Staged
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, TransferPlan
 from cpu_prefix_cache.memory.arena import HostArena

@@ -20,7 +20,8 @@ import triton.language as tl
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.streams import CudaEvent, Event
+from cpu_prefix_cache.copier.events import Event
+from cpu_prefix_cache.copier.streams import CudaEvent
 from cpu_prefix_cache.deciding import RAW, Direction, GroupCopy
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.cuda import STREAM_ORDER

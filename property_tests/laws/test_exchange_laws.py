@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache.copier import exchange
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.reference import ReferenceCopier
-from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
 from cpu_prefix_cache.testing import MeddlingCopier

@@ -8,7 +8,7 @@ the pool of a node (`JoinedPool`). It imports torch.
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.choose import ChosenCopier, choose_copier
 from cpu_prefix_cache.copier.early import EarlyEnds
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.events import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.limits import check_fits

@@ -13,7 +13,7 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
-from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.copier.events import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction
 from tests.gpu.stage import DEVICE, Stage, plan_of, wait_for

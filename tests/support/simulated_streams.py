@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from functools import partial
 
-from cpu_prefix_cache.copier.streams import Event, LinkStreams, ReadsOf, Streams
+from cpu_prefix_cache.copier.events import Event, ReadsOf
+from cpu_prefix_cache.copier.streams import LinkStreams, Streams
 
 HANDLES = 0x7F5C << 32  # as large as those of a driver, so that one that was cut is no stream's
 

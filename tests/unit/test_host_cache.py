@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, Hit, Miss, MisuseError, Pending
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.deciding import (
     ChunkLocalGroup,
     Direction,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from connector.multi.chooser import Chooser, Count
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.testing import MeddlingCopier
 from tests.vllm.real_cache import CachedEngine, Copies

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import connector.vllm.worker as worker_module
 from connector.vllm import CPUPrefixCacheConnector
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, GroupCopy
 from cpu_prefix_cache.messages.stats import CacheStatistics
 from tests.support.faults import damaging

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.events import Event, Passed, raise_failure
 from cpu_prefix_cache.copier.record import CopyRecord, await_ended
 from cpu_prefix_cache.copier.shared_events import Shared
-from cpu_prefix_cache.copier.streams import Event, Passed, raise_failure
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, TransferPlan
 

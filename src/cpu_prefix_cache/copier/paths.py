@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from cpu_prefix_cache.copier.binding import BoundGroup
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.ring import Ring
-from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.copier.triton_coding import CodingLauncher, coding_launchers
 from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling, launchers
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks

@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from cpu_prefix_cache.copier.events import NAP_SECONDS, Event, Passed, raise_failure
 from cpu_prefix_cache.copier.shared_events import Shared
-from cpu_prefix_cache.copier.streams import NAP_SECONDS, Event, Passed, raise_failure
 from cpu_prefix_cache.messages.errors import CopyFailed
 from cpu_prefix_cache.messages.plan import TransferPlan
 

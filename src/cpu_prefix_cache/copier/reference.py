@@ -20,8 +20,9 @@ import torch
 from cpu_prefix_cache.copier import coded_form
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
+from cpu_prefix_cache.copier.events import Event, Passed, Stored
 from cpu_prefix_cache.copier.sections import in_sections, numbers_of
-from cpu_prefix_cache.copier.streams import Event, Passed, Stored, compute_event
+from cpu_prefix_cache.copier.streams import compute_event
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 from cpu_prefix_cache.model.planner import Piece
 

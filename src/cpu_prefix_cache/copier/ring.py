@@ -20,7 +20,8 @@ from functools import partial
 
 import torch
 
-from cpu_prefix_cache.copier.streams import Event, LinkStreams, Stream
+from cpu_prefix_cache.copier.events import Event
+from cpu_prefix_cache.copier.streams import LinkStreams, Stream
 from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.messages.plan import Direction
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 
 
 class Shared(Event):

@@ -27,12 +27,13 @@ import torch
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
+from cpu_prefix_cache.copier.events import AllOf, Event, ReadsOf, Stored
 from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, Misfits, ThroughRing, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
 from cpu_prefix_cache.copier.sections import in_sections, numbers_of
-from cpu_prefix_cache.copier.streams import AllOf, Event, LinkStreams, ReadsOf, Stored, Streams, streams_for
+from cpu_prefix_cache.copier.streams import LinkStreams, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver, accelerator_driver

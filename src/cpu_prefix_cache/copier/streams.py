@@ -1,11 +1,10 @@
-"""Streams of work, and events in them that other streams wait for.
+"""Streams of work. The events in them are in events.py.
 
 On CUDA and HIP devices, which torch calls both "cuda", these are the device's streams and events. In host memory work
 runs when it is submitted and every event is passed. Tests use streams that delay work as long as the four sentences in
 `Stream` allow.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,35 +13,8 @@ from typing import Protocol
 
 import torch
 
+from cpu_prefix_cache.copier.events import AllOf, Event, Passed, ReadsOf
 from cpu_prefix_cache.memory.driver import accelerator_driver
-
-NAP_SECONDS = 80e-6  # with the delay that the system adds, a quarter of the time of a slice on the link
-
-
-class Event(Protocol):
-    """A point in a stream of work, passed when all that was submitted before it has run; from then on for good.
-
-    An error raised by either method means that this work has failed, and that nothing of it is in flight any more. It
-    may be raised once: afterwards the event may answer anything. So the caller that catches it notes the failure.
-    """
-
-    def passed(self) -> bool:
-        """Whether it is passed. Waits for nothing."""
-
-    def until_passed(self) -> None:
-        """The caller naps and looks again: CUDA's own wait takes 80 us of a processor."""
-        while not self.passed():
-            time.sleep(NAP_SECONDS)
-
-    @property
-    def reads(self) -> "Event":
-        """An event, perhaps this one, that is passed when a store has read all of its device blocks."""
-        return self
-
-    def unfit(self) -> Sequence[int]:
-        """Host blocks that do not hold what they should, once it has passed: of a store the first one of each piece
-        that did not fit its coded form; of a tier's load the slots whose bytes do not match their labels."""
-        return ()
 
 
 class Stream(Protocol):
@@ -90,70 +62,6 @@ class Streams:
     compute: Callable[[], Stream]
     stores: LinkStreams
     loads: LinkStreams
-
-
-def raise_failure(error: BaseException | None) -> None:
-    """Raise what another thread met: of an interrupt, which was that thread's, a RuntimeError."""
-    if isinstance(error, Exception):
-        raise error
-    if error is not None:
-        raise RuntimeError(f"it was interrupted: {error!r}")
-
-
-class Passed(Event):
-    """The event of what has run already."""
-
-    def passed(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Stored(Event):
-    """`event`, of a store that has read its device blocks at `read`, and `find` for its `unfit`."""
-
-    event: Event
-    read: Event
-    find: Callable[[], Sequence[int]]
-
-    def passed(self) -> bool:
-        return self.event.passed()
-
-    def until_passed(self) -> None:
-        self.event.until_passed()
-
-    @property
-    def reads(self) -> Event:
-        return self.read
-
-    def unfit(self) -> Sequence[int]:
-        return self.find()
-
-
-@dataclass(frozen=True, slots=True)
-class AllOf(Event):
-    """Passed when all of these are."""
-
-    events: Sequence[Event]
-
-    def passed(self) -> bool:
-        return all(event.passed() for event in self.events)
-
-    def until_passed(self) -> None:
-        for event in self.events:
-            event.until_passed()
-
-
-@dataclass(frozen=True, slots=True)
-class ReadsOf(Event):
-    """The end of the reads of a store, which may not have been submitted yet: who waits waits for that, too."""
-
-    store: Event
-
-    def passed(self) -> bool:
-        return self.store.passed()
-
-    def until_passed(self) -> None:
-        self.store.reads.until_passed()
 
 
 class ImmediateStream:

@@ -30,12 +30,12 @@ from functools import partial
 from queue import SimpleQueue
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.exchange import Exchange, exchanges
 from cpu_prefix_cache.copier.job_thread import Job, JobThread
 from cpu_prefix_cache.copier.pace import Pace
 from cpu_prefix_cache.copier.record import CopyRecord, EndOf, await_ended, ended
 from cpu_prefix_cache.copier.shared_events import EndOfSections, Shared
-from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import MisuseError

@@ -16,8 +16,8 @@ from cpu_prefix_cache.messages.errors import CopyFailed, MisuseError
 from cpu_prefix_cache.messages.numbers import is_whole
 
 if TYPE_CHECKING:
+    from cpu_prefix_cache.copier.events import Event
     from cpu_prefix_cache.copier.record import EndOf
-    from cpu_prefix_cache.copier.streams import Event
 
 NAP_SECONDS = 100e-6
 

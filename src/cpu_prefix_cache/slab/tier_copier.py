@@ -27,8 +27,8 @@ import torch
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.binding import check_range
+from cpu_prefix_cache.copier.events import Event, Passed, raise_failure
 from cpu_prefix_cache.copier.job_thread import JobThread
-from cpu_prefix_cache.copier.streams import Event, Passed, raise_failure
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.events import Event, Passed
 from cpu_prefix_cache.memory.parts import block_bytes
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 

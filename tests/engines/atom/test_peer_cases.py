@@ -28,7 +28,7 @@ from atom.model_engine.sequence import SequenceStatus
 from connector.atom import geometry, worker
 from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.worker import CPUPrefixCacheWorker
-from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.copier.events import Passed
 from cpu_prefix_cache.deciding import Direction
 from tests.engines.atom.engine import Engine, config_of, transfer_config
 from tests.engines.atom.peer import cases, their

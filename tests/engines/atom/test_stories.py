@@ -17,7 +17,7 @@ import connector.atom.worker
 from connector.atom.scheduler import CPUPrefixCacheScheduler
 from connector.atom.worker import CPUPrefixCacheWorker
 from cpu_prefix_cache import ConfigurationError, MisuseError
-from cpu_prefix_cache.copier.streams import Stored
+from cpu_prefix_cache.copier.events import Stored
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import LateCopier, MeddlingCopier
 from tests.engines.atom import mends

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.events import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan
 from tests.support.threads import eventually

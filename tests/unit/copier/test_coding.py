@@ -8,7 +8,7 @@ import torch
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copier import coded_form, exchange, staged
 from cpu_prefix_cache.copier.choose import choose_copier
-from cpu_prefix_cache.copier.streams import Stored
+from cpu_prefix_cache.copier.events import Stored
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup, StepPlan, TransferPlan
 from tests.support.simulated_driver import SimulatedDriver

@@ -15,11 +15,11 @@ from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier import exchange
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
+from cpu_prefix_cache.copier.events import Passed
 from cpu_prefix_cache.copier.exchange import PORTION_BYTES, Portion, Whole, cut, exchanges
 from cpu_prefix_cache.copier.pace import RATED_BYTES, RATED_LOADS
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
-from cpu_prefix_cache.copier.streams import Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from tests.support.simulated_driver import SimulatedDriver

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpu_prefix_cache.copier import streams
+from cpu_prefix_cache.copier import events
 from cpu_prefix_cache.copier.streams import compute_event
 from tests.support.simulated_streams import SimulatedStreams
 
@@ -61,7 +61,7 @@ def test_compute_on_a_device_that_is_not_cuda_has_an_event_too(monkeypatch, kind
     current = SimpleNamespace(device=device)
     monkeypatch.setattr(torch.accelerator, "current_stream", {device: current}.__getitem__)
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(streams, "NAP_SECONDS", 0)
+    monkeypatch.setattr(events, "NAP_SECONDS", 0)
     event = compute_event(device)
     assert not event.passed()
     event.until_passed()

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Passed
+from cpu_prefix_cache.copier.events import Passed
 from cpu_prefix_cache.copier.switch_interval import INTERVAL_SECONDS, short_switch_interval
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, StepPlan, TransferPlan

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.events import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 

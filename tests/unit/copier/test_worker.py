@@ -12,7 +12,7 @@ import pytest
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.early import EarlyEnds
-from cpu_prefix_cache.copier.streams import Event, Passed
+from cpu_prefix_cache.copier.events import Event, Passed
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.plan import VERSION

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePool, Pending, Prefix, Window
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PooledDevice, PrefixGroup
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.keeper.protocol import HEADER, KEY_BYTES, VERSION, Kind, Message, ProtocolError, Received, encoded

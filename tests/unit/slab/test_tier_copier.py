@@ -10,8 +10,8 @@ import weakref
 import pytest
 
 from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.copier.events import Event, Passed
 from cpu_prefix_cache.copier.job_thread import JobThread
-from cpu_prefix_cache.copier.streams import Event, Passed
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece

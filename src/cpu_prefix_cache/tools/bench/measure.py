@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.staged import StagedCopier
-from cpu_prefix_cache.copier.streams import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import accelerator_driver
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy

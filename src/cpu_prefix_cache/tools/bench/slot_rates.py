@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from cpu_prefix_cache.copier.streams import Event
+from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label
