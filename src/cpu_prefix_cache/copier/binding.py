@@ -4,13 +4,13 @@ Every copier is built on a Binding and checks with it before it moves anything: 
 that exist, write none twice, and write no null block (rules 7 and 14).
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from cpu_prefix_cache.copier.ids import check_ends, check_range, numbers_of
 from cpu_prefix_cache.memory.parts import block_bytes, check_apart, piece_offsets, side_by_side
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
@@ -112,26 +112,19 @@ class Binding:
                 f"{len(copy.host_blocks)} host blocks and {len(copy.device_blocks)} device blocks are not whole pieces "
                 f"of {piece.host_blocks} and {piece.device_blocks}"
             )
-        check_range("host blocks", copy.host_blocks, self.host.shape[0])
-        check_range("device blocks", copy.device_blocks, self.groups[copy.group].parts[0].shape[0])
+        _check_range("host blocks", copy.host_blocks, self.host.shape[0])
+        _check_range("device blocks", copy.device_blocks, self.groups[copy.group].parts[0].shape[0])
         if self._null_block is not None and self._null_block in copy.device_blocks:
             raise MisuseError(f"block {self._null_block} of group {piece.group.name!r} is the null block")
 
 
-def check_range(what: str, ids: Sequence[int], limit: int) -> None:
+def _check_range(what: str, ids: Sequence[int], limit: int) -> None:
     """Raise MisuseError unless all `ids` are in [0, limit)."""
-    if not ids:
+    if len(ids) <= FEW_IDS:
+        check_range(what, ids, limit)
         return
-    try:
-        numbers = array("q", ids)
-    except (TypeError, OverflowError) as error:
-        raise MisuseError(f"{what} must be whole numbers from 0 to {limit - 1}: {error}") from error
-    if len(numbers) <= FEW_IDS:
-        least, most = min(numbers), max(numbers)
-    else:
-        least, most = (int(end) for end in torch.aminmax(torch.frombuffer(numbers, dtype=torch.int64)))
-    if least < 0 or most >= limit:
-        raise MisuseError(f"{what} must be from 0 to {limit - 1}, got {least} to {most}")
+    least, most = torch.aminmax(torch.frombuffer(numbers_of(what, ids, limit), dtype=torch.int64))
+    check_ends(what, int(least), int(most), limit)
 
 
 def _check_distinct(what: str, ids: Sequence[Sequence[int]]) -> None:

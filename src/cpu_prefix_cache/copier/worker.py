@@ -28,6 +28,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.events import Event
@@ -36,10 +37,12 @@ from cpu_prefix_cache.copier.job_thread import Job, JobThread
 from cpu_prefix_cache.copier.pace import Pace
 from cpu_prefix_cache.copier.record import CopyRecord, EndOf, await_ended, ended
 from cpu_prefix_cache.copier.shared_events import EndOfSections, Shared
-from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import VERSION, Direction, GroupCopy, RankReport, StepPlan, TransferPlan
+
+if TYPE_CHECKING:
+    from cpu_prefix_cache.memory.arena import HostArena
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ class CopyWorker:
         self,
         rank: int,
         copier: Copier,
-        arena: HostArena | None = None,
+        arena: "HostArena | None" = None,
         *,
         threads: bool = False,
         load_seconds: float | None = None,
@@ -355,7 +358,7 @@ def _end(
     jobs: Iterable[SimpleQueue[Job | None]],
     threads: Iterable[JobThread],
     copies: dict[int, CopyRecord],
-    arena: HostArena | None,
+    arena: "HostArena | None",
 ) -> None:
     _drain(copies)
     for copy in list(copies.values()):  # for it may be that nobody reports any more

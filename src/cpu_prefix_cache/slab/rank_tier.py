@@ -6,15 +6,16 @@ shared store.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below
 from cpu_prefix_cache.slab.tier_copier import SlotStatistics, TierCopier
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(Protocol):
@@ -41,7 +42,7 @@ class RankTier:
     def __init__(
         self,
         below: Below,
-        region: torch.Tensor,
+        region: "torch.Tensor | memoryview",
         pieces: Sequence[Piece],
         rank: int,
         source: Source | None = None,

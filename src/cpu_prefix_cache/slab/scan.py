@@ -1,17 +1,18 @@
 """Slots of a slab from before a restart: read once, and reported in portions, the youngest last.
 
-A thread reads the magic and the generation of every record and orders them: torch does it without Python's lock.
-Each portion then parses its records as they are by now, so what was written over since is not in it.
+A thread reads the magic and the generation of every record and orders them, RUN_RECORDS at a time: to sort all at once
+would keep Python's lock for tenths of a second. These are merged as they are reported. Each portion then parses its
+records as they are by now, so what was written over since is not in it.
 
 A node, which is a chunk or a piece of a checkpoint, is the records of one generation with the same key and block. It
 is found if all its slots are there. Records of one generation are never split between portions.
 """
 
+import heapq
 import logging
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
-
-import torch
 
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.messages.tier import Found, TierPlan, TierReport
@@ -23,6 +24,8 @@ from cpu_prefix_cache.slab.slab import Slab
 logger = logging.getLogger(__name__)
 
 PORTION_RECORDS = 64  # 1.2 ms of the decider where no two slots are neighbours (of a million), 0.2 ms where all are
+
+RUN_RECORDS = 4096  # one millisecond
 
 Shape = list[tuple[int, ...]]  # group and place of every slot of a node
 
@@ -41,8 +44,8 @@ class RestartScan:
             [] if piece.in_chunk else [(group, place) for place in range(piece.host_blocks)]
             for group, piece in enumerate(pieces)
         ]
-        self._slots = self._generations = torch.empty(0, dtype=torch.int64)  # in the order of these
-        self._at = 0
+        self._ordered: Iterator[tuple[int, int]] = iter(())  # generations and slots that are not reported yet
+        self._next: tuple[int, int] | None = None  # the first of them
         self._number = self._taken = 0  # portions
         self._found: tuple[Found, ...] = ()  # the last portion
         self._thread = threading.Thread(target=self._order, daemon=True, name="slab-scan")
@@ -58,9 +61,6 @@ class RestartScan:
             if self.is_ordered and not self.is_over:
                 self._found = self.portion(PORTION_RECORDS)
                 self._number += 1
-            if self.is_over:
-                self._at, self._slots = 0, self._slots[:0].clone()  # frees what was ordered
-                self._generations = self._slots
         return report._replace(portion=self._number, found=self._found, is_scanned=self.is_over)
 
     @property
@@ -75,14 +75,16 @@ class RestartScan:
     @property
     def is_over(self) -> bool:
         """Whether there is no other portion."""
-        return self.is_ordered and self._at >= len(self._slots)
+        return self.is_ordered and self._next is None
 
     def portion(self, num_records: int) -> tuple[Found, ...]:
         """Nodes of the next records: so many, and the rest of the last one's generation. Once `is_ordered`."""
-        begin, last = self._at, min(self._at + num_records, len(self._slots)) - 1
-        if last >= begin:
-            self._at = int(torch.searchsorted(self._generations, self._generations[last], right=True))
-        return tuple(self._nodes(self._read(self._slots[begin : self._at].tolist())))
+        slots, last = list[int](), 0
+        while self._next is not None and (len(slots) < num_records or self._next[0] == last):
+            last, slot = self._next
+            slots.append(slot)
+            self._next = next(self._ordered, None)
+        return tuple(self._nodes(self._read(slots)))
 
     def close(self) -> None:
         """Wait until the records are ordered."""
@@ -90,14 +92,26 @@ class RestartScan:
 
     def _order(self) -> None:
         try:
-            words = torch.frombuffer(self._slab.records.memory, dtype=torch.int64).view(-1, SIZE // 8)
-            magic, generations = words[:, 0] & 0xFFFF_FFFF, words[:, GENERATION_AT // 8]
-            old = (generations >= self._slab.floor) & (generations < self._first_new)
-            slots = torch.nonzero(old & (magic == records.MAGIC)).flatten()
-            self._generations, order = torch.sort(generations[slots], stable=True)
-            self._slots = slots[order]
+            self._ordered = heapq.merge(*self._runs())
+            self._next = next(self._ordered, None)
         except Exception:  # then nothing is found, and everything is overwritten in time
             logger.exception("what is in %s from before cannot be read", self._slab.folder)
+
+    def _runs(self) -> list[Iterator[tuple[int, int]]]:
+        """Generations and slots of what is from before, some records at a time, each in order."""
+        whole, runs = memoryview(self._slab.records.memory), list[Iterator[tuple[int, int]]]()
+        magics, generations = whole.cast("I")[:: SIZE // 4], whole.cast("Q")[GENERATION_AT // 8 :: SIZE // 8]
+        for begin in range(0, self._slab.slots, RUN_RECORDS):
+            part = slice(begin, begin + RUN_RECORDS)
+            numbered = zip(generations[part].tolist(), range(begin, self._slab.slots), strict=False)
+            old = sorted(
+                each
+                for each, magic in zip(numbered, magics[part].tolist(), strict=True)
+                if magic == records.MAGIC and self._slab.floor <= each[0] < self._first_new
+            )
+            columns = array("Q", [each for each, _ in old]), array("L", [slot for _, slot in old])
+            runs.append(zip(*columns, strict=True))
+        return runs
 
     def _read(self, slots: list[int]) -> list[Record]:
         """Their records that are whole, and from before."""

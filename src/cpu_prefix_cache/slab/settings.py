@@ -57,7 +57,7 @@ class FileTier(Tier):
         return num_slots(self.bytes, slot_bytes, owners, host_blocks)
 
     def open(
-        self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart
+        self, namespace: "Namespace", region: "torch.Tensor | memoryview", pieces: "Sequence[Piece]", part: RankPart
     ) -> "RankTier":
         """The first rank reports the slots from before: what another one has lost is refused when it is read."""
         from cpu_prefix_cache.slab.folder import Folder
@@ -71,7 +71,7 @@ class FileTier(Tier):
             rank=part.number,
             ranks=part.owners,
             slots=part.slots,
-            slot_bytes=region.shape[1],
+            slot_bytes=region.nbytes // len(region),
             nbytes=self.bytes,
             below=self.folders,
             keep_others=self.keep_others,

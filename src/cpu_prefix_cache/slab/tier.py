@@ -104,9 +104,10 @@ class Tier(ABC):
         )
 
     def opening(
-        self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart
+        self, namespace: "Namespace", region: "torch.Tensor | memoryview", pieces: "Sequence[Piece]", part: RankPart
     ) -> "OpeningTier":
-        """The tier of a rank with the host memory `region`, uint8 [blocks, bytes], in which `pieces` lie.
+        """The tier of a rank with the host memory `region`, uint8 [blocks, bytes], a tensor or a view, in which
+        `pieces` lie.
 
         Raises ConfigurationError for what only the operator can change. Whatever else keeps it from being opened pauses
         it.
@@ -117,7 +118,7 @@ class Tier(ABC):
 
     @abstractmethod
     def open(
-        self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart
+        self, namespace: "Namespace", region: "torch.Tensor | memoryview", pieces: "Sequence[Piece]", part: RankPart
     ) -> "RankTier":
         """The same, open. Raises TierUnavailable where it cannot be opened now, and ConfigurationError."""
 

@@ -21,13 +21,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import check_range
 from cpu_prefix_cache.copier.events import Event, Passed, raise_failure
+from cpu_prefix_cache.copier.ids import check_range
 from cpu_prefix_cache.copier.job_thread import JobThread
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -39,6 +37,9 @@ from cpu_prefix_cache.slab.jobs import Jobs
 from cpu_prefix_cache.slab.landing import GivenUp, Landing
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.slab.records import check_label
+
+if TYPE_CHECKING:
+    import torch
 
 THREADS = (
     4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
@@ -70,8 +71,8 @@ class SlotStatistics(NamedTuple):
 
 
 class TierCopier(Copier):
-    """Between `region`, uint8 [host blocks, bytes] in host memory, and what is `below`, whose slots are as large as
-    host blocks. `pieces` are the planner's.
+    """Between `region`, uint8 [host blocks, bytes] in host memory, which is a tensor or a view, and what is `below`,
+    whose slots are as large as host blocks. `pieces` are the planner's.
 
     Ended by `close`, or when it is collected, or when the process ends. A load is given up when no slice has been read
     whole for `stall_seconds`, longer in proportion where a host block has more bytes than a slice; None: never. So
@@ -81,7 +82,11 @@ class TierCopier(Copier):
     """
 
     def __init__(
-        self, below: Below, region: torch.Tensor, pieces: Sequence[Piece], stall_seconds: float | None = None
+        self,
+        below: Below,
+        region: "torch.Tensor | memoryview",
+        pieces: Sequence[Piece],
+        stall_seconds: float | None = None,
     ) -> None:
         self._region, self.block_bytes = _Region(region), below.slot_bytes
         if self._region.block_bytes != self.block_bytes:
@@ -328,17 +333,14 @@ class _Transfer(Event):
 class _Region:
     """Host blocks as views of bytes."""
 
-    def __init__(self, region: torch.Tensor) -> None:
-        if region.dtype != torch.uint8 or region.ndim != 2 or not region.is_contiguous() or not region.numel():
-            raise ConfigurationError(
-                f"host memory is uint8 [host blocks, bytes], without gaps, got {region.dtype} {tuple(region.shape)}"
-            )
-        if region.device.type != "cpu":
-            raise ConfigurationError(f"a tier is below host memory, got a tensor on {region.device}")
-        self.num_blocks, self.block_bytes = region.shape
-        self.address = region.data_ptr()
+    def __init__(self, region: "torch.Tensor | memoryview") -> None:
         self._memory = region  # keeps the bytes
-        self.all_bytes = memoryview((ctypes.c_ubyte * region.numel()).from_address(self.address)).cast("B")
+        self.all_bytes = region.cast("B") if isinstance(region, memoryview) else _bytes_of(region)
+        shape = tuple(region.shape or ())
+        self.num_blocks, self.block_bytes = shape if len(shape) == 2 else (0, 0)
+        if not self.num_blocks * self.block_bytes == len(self.all_bytes) > 0:
+            raise ConfigurationError(f"host memory is uint8 [host blocks, bytes], got {shape}")
+        self.address = address_of(self.all_bytes)
 
     def view(self, block: int) -> memoryview:
         return self.all_bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
@@ -346,6 +348,16 @@ class _Region:
     def zero(self, block: int, begin: int, end: int) -> None:
         """Bytes [begin, end) of a block."""
         ctypes.memset(self.address + block * self.block_bytes + begin, 0, end - begin)
+
+
+def _bytes_of(region: "torch.Tensor") -> memoryview:
+    if str(region.dtype) != "torch.uint8" or not region.is_contiguous():
+        raise ConfigurationError(
+            f"host memory is uint8 [host blocks, bytes], without gaps, got {region.dtype} {tuple(region.shape)}"
+        )
+    if region.device.type != "cpu":
+        raise ConfigurationError(f"a tier is below host memory, got a tensor on {region.device}")
+    return memoryview((ctypes.c_ubyte * region.numel()).from_address(region.data_ptr())).cast("B")
 
 
 def _directions(may_hang: bool) -> Sequence[Sequence[Direction]]:

@@ -70,7 +70,7 @@ class SharedTier(Tier):
         return TierOptions(slots, self.offload, self.policy, self.ask_seconds)
 
     def open(
-        self, namespace: "Namespace", region: "torch.Tensor", pieces: "Sequence[Piece]", part: RankPart
+        self, namespace: "Namespace", region: "torch.Tensor | memoryview", pieces: "Sequence[Piece]", part: RankPart
     ) -> "RankTier":
         """The first rank asks the store for all: what another one lacks is refused when it is read."""
         from cpu_prefix_cache.slab.rank_tier import RankTier
@@ -78,7 +78,9 @@ class SharedTier(Tier):
         from cpu_prefix_cache.stores.keyed_values import KeyedValues
 
         store = self._opened()
-        values = KeyedValues(store, namespace, number=part.number, owners=part.owners, slot_bytes=region.shape[1])
+        values = KeyedValues(
+            store, namespace, number=part.number, owners=part.owners, slot_bytes=region.nbytes // len(region)
+        )
         asker = None if part.rank else Asker(store, lambda: values.names, pieces)
         return RankTier(values, region, pieces, part.rank, asker)
 
