@@ -25,6 +25,7 @@ from pathlib import Path
 from benchmarks.common import environment, keeper
 from benchmarks.deciding.keeper_answers import processor_seconds
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
+from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES, Kind, Message, Received, encoded
 from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.keeper.shape import spelled
@@ -54,10 +55,10 @@ def full_pool(host_bytes: int, block_bytes: int, chunks: int) -> list[int]:
     random.Random(1).shuffle(slots)
     for first in range(0, num_slots, chunks):
         above = None
-        keys = prompt(first // chunks, chunks)
-        for slot, key in zip(slots[first : first + chunks], keys, strict=False):
-            records.write([slot], NAMESPACE, key, above)
-            above = key
+        names = named(NAMESPACE, prompt(first // chunks, chunks))
+        for slot, name in zip(slots[first : first + chunks], names, strict=False):
+            records.write([slot], name, above)
+            above = name
     return files
 
 

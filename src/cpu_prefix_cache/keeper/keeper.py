@@ -12,7 +12,7 @@ What another engine is writing is not granted a second time: the answer is to tr
 for each piece of a checkpoint. A take is a promotion on the pool's edge: a store whose bytes come from elsewhere, here
 from an engine.
 
-Slots are the blocks of a BlockPool, keys those of engines behind their namespace. Each call is one of an `engine`.
+Slots are the blocks of a BlockPool, its keys names (`names.py`). Each call is one of an `engine`.
 All models of one pool have one shape (`shape.py`), so the pool itself knows where they resume.
 
 A keeper that follows another one begins with the records that it finds (`records.py`). Until all engines of that one
@@ -27,9 +27,10 @@ from typing import cast
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.keeper.answers import Granted, Leased
 from cpu_prefix_cache.keeper.fair_lru import FairLru
+from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES
 from cpu_prefix_cache.keeper.records import CHUNK, Records
-from cpu_prefix_cache.keeper.recovery import named, recover
+from cpu_prefix_cache.keeper.recovery import recover
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.messages.stats import PoolStatistics
@@ -44,7 +45,7 @@ from cpu_prefix_cache.offload.transfers import Promotion, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 
-_Record = tuple[Sequence[int], bytes, bytes, bytes | None, int, int]  # arguments of `Records.write`
+_Record = tuple[Sequence[int], bytes, bytes | None, int, int]  # arguments of `Records.write`
 
 
 @dataclass(slots=True)
@@ -251,8 +252,7 @@ class Keeper:
         """Records of its first `count` chunks."""
         above = write.chain.parent_key
         for chunk, name in zip(write.nodes[:count], write.chain.keys, strict=False):
-            parent = None if above is None else above[:KEY_BYTES]
-            yield self._pool.blocks_of((chunk,)), name[KEY_BYTES:], name[:KEY_BYTES], parent, CHUNK, 0
+            yield self._pool.blocks_of((chunk,)), name, above, CHUNK, 0
             above = name
 
     def _written_pieces(self, write: Promotion) -> Iterator[_Record]:
@@ -261,4 +261,4 @@ class Keeper:
         for need, slots in zip(checkpoints.needs(node), checkpoints.to_write(node), strict=True):
             if slots is not None:
                 name, group, block = cast(tuple[bytes, int, int], need.key)
-                yield slots, name[KEY_BYTES:], name[:KEY_BYTES], below, group, block
+                yield slots, name, below, group, block

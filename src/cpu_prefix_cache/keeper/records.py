@@ -5,9 +5,9 @@
     keeper ends   both files live on in the engines that have them
     next keeper   reads the records, in the order in which they were committed: parents before children
 
-    | checksum 4 | group 2 | block 2 | place 4 | serial 8 | namespace 16 | key 32 | parent 32 |
+    | checksum 4 | group 2 | block 2 | place 4 | serial 8 | name 32 | parent 32 |
 
-               key                           parent                                 group, block     place
+               name                          parent                                 group, block     place
     chunk      its own                       that of the chunk above, or zeros      CHUNK, 0         of the slot in it
     piece      of the chunk in which it is   of the chunk below which it was first  of `PieceAt`     of the slot in it
 
@@ -22,14 +22,14 @@ from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
 
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES
 from cpu_prefix_cache.messages.plan import Label
 from cpu_prefix_cache.messages.tier import Found
 
-RECORD = struct.Struct(f"=IHHIQ{NAMESPACE_BYTES}s{KEY_BYTES}s{KEY_BYTES}s")
+RECORD = struct.Struct(f"=IHHIQ{KEY_BYTES}s{KEY_BYTES}s")
 HEADER = struct.Struct("=16sQQ")
 HEADER_BYTES = 4096
-MAGIC = b"cpc keeper rec 2"
+MAGIC = b"cpc keeper rec 3"
 NO_PARENT = bytes(KEY_BYTES)
 CHUNK = 0xFFFF  # no group has this number
 MOST_BLOCKS = 1 << 16  # of a chunk, which a record numbers
@@ -37,34 +37,30 @@ _CHECKED = 4  # bytes of the checksum, which it does not cover
 
 
 class Run(NamedTuple):
-    """Chunks that were committed one after the other, each below the one before, the first below that with the key
+    """Chunks that were committed one after the other, each below the one before, the first below that with the name
     `parent`. `slots` are those of all of them, chunk after chunk.
     """
 
-    namespace: bytes
     parent: bytes | None
     slots: Sequence[int]
-    keys: Sequence[bytes]
+    names: Sequence[bytes]
 
 
 class _Record(NamedTuple):
     serial: int
     slot: int
     place: int
-    namespace: bytes
-    key: bytes
+    name: bytes
     parent: bytes
     group: int = CHUNK
     block: int = 0
 
     @property
     def label(self) -> Label:
-        """Keys in it are names: those of a namespace."""
-        key, parent = self.key + self.namespace, self.parent + self.namespace
-        return Label(key, parent, self.group, self.place, self.block, self.serial)
+        return Label(self.name, self.parent, self.group, self.place, self.block, self.serial)
 
 
-_Chunk = tuple[int, int, int, bytes, bytes, bytes]  # the first fields of a _Record, which would take longer
+_Chunk = tuple[int, int, int, bytes, bytes]  # the first fields of a _Record, which would take longer
 
 
 def records_bytes(num_slots: int) -> int:
@@ -95,8 +91,7 @@ class Records:
     def write(
         self,
         slots: Sequence[int],
-        namespace: bytes,
-        key: bytes,
+        name: bytes,
         parent: bytes | None,
         group: int = CHUNK,
         block: int = 0,
@@ -104,7 +99,7 @@ class Records:
         """These slots hold a chunk or a piece."""
         for place, slot in enumerate(slots):
             self._serial += 1
-            packed = RECORD.pack(0, group, block, place, self._serial, namespace, key, parent or NO_PARENT)
+            packed = RECORD.pack(0, group, block, place, self._serial, name, parent or NO_PARENT)
             at = HEADER_BYTES + slot * RECORD.size
             checksum = crc32(packed[_CHECKED:]).to_bytes(_CHECKED, "little")
             self._memory[at : at + RECORD.size] = checksum + packed[_CHECKED:]
@@ -123,7 +118,7 @@ class Records:
         self._serial = max((each[-1][0] for each in (chunks, pieces) if each), default=0)
         if per_chunk > 1:
             records = [_Record(*each) for each in chunks]
-            chunks = [each[:6] for item in _items(records, lambda _: per_chunk) for each in item]
+            chunks = [each[:5] for item in _items(records, lambda _: per_chunk) for each in item]
         return _runs(chunks, per_chunk), [
             Found(first.label, tuple([each.slot for each in item]))
             for item in _items(pieces, width)
@@ -135,13 +130,13 @@ class Records:
         contents = self._memory[HEADER_BYTES:]
         chunks, pieces = list[_Chunk](), list[_Record]()
         for slot, each in enumerate(RECORD.iter_unpack(contents)):
-            checksum, group, block, place, serial, namespace, key, parent = each
+            checksum, group, block, place, serial, name, parent = each
             at = slot * RECORD.size
             if serial and checksum == crc32(contents[at + _CHECKED : at + RECORD.size]):
                 if group == CHUNK:
-                    chunks.append((serial, slot, place, namespace, key, parent))
+                    chunks.append((serial, slot, place, name, parent))
                 else:
-                    pieces.append(_Record(serial, slot, place, namespace, key, parent, group, block))
+                    pieces.append(_Record(serial, slot, place, name, parent, group, block))
         return chunks, pieces
 
 
@@ -164,17 +159,16 @@ def _runs(chunks: Sequence[_Chunk], per_chunk: int) -> list[Run]:
     """The records of whole chunks, in the order of their serials, run by run."""
     if not chunks:
         return []
-    _, slots, _, namespaces, keys, parents = zip(*chunks, strict=True)
+    _, slots, _, names, parents = zip(*chunks, strict=True)
     if per_chunk > 1:
-        namespaces, keys, parents = (column[::per_chunk] for column in (namespaces, keys, parents))
-    hangs = zip(namespaces[1:], parents[1:], namespaces, keys, strict=False)
-    begins = [at for at, (here, parent, there, above) in enumerate(hangs, 1) if parent != above or here != there]
+        names, parents = names[::per_chunk], parents[::per_chunk]
+    hangs = zip(parents[1:], names, strict=False)
+    begins = [at for at, (parent, above) in enumerate(hangs, 1) if parent != above]
     return [
         Run(
-            namespaces[at],
             None if parents[at] == NO_PARENT else parents[at],
             slots[at * per_chunk : end * per_chunk],
-            keys[at:end],
+            names[at:end],
         )
-        for at, end in pairwise([0, *begins, len(keys)])
+        for at, end in pairwise([0, *begins, len(names)])
     ]

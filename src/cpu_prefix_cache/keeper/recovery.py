@@ -9,7 +9,7 @@ A slot that was freed and not handed out again still has its record. So a chunk 
 evicted: the bytes of both are right, and the first counts.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 from cpu_prefix_cache.keeper.records import Records, Run
 from cpu_prefix_cache.messages.tier import Found
@@ -31,15 +31,10 @@ def recover(records: Records, coordinator: KVCacheCoordinator) -> None:
         coordinator.take_in(name, by_key)
 
 
-def named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    """Names in the forest, which go by their first byte to one of many dictionaries: so that of a key comes first."""
-    return [key + namespace for key in keys]
-
-
 def _take_run(run: Run, coordinator: KVCacheCoordinator) -> None:
     pool, per_chunk = coordinator.pool, coordinator.planner.host_blocks_per_chunk
-    names, chunks = named(run.namespace, run.keys), run.slots[::per_chunk]
-    parent = pool.root if run.parent is None else pool.find(run.parent + run.namespace)
+    names, chunks = run.names, run.slots[::per_chunk]
+    parent = pool.root if run.parent is None else pool.find(run.parent)
     twice = 0 if parent is None else pool.resident_run(names, 0, len(names))
     if twice:
         parent = pool.find(names[twice - 1])

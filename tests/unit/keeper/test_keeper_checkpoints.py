@@ -5,6 +5,7 @@ import pytest
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.keeper.fair_lru import FairLru
+from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records
 from tests.unit.keeper.test_keeper import ONE, A, B, Node, keys_of
 
@@ -132,10 +133,10 @@ def test_pieces_that_were_being_written_when_the_keeper_ended_hold_nothing():
 def test_a_chunk_that_lies_in_two_places_is_taken_in_once():
     node = HybridNode(slots=12)
     records = Records(node.file)
-    a, b, _ = keys_of("abc")
+    a, b, _ = named(ONE, keys_of("abc"))
     for slots in ([0, 1, 2], [3, 4, 5]):
-        records.write(slots, ONE, a, None)
-    records.write([6, 7, 8], ONE, b, a)
+        records.write(slots, a, None)
+    records.write([6, 7, 8], b, a)
     node.begins_again()
     assert node.found == 6 and node.keeper.statistics().free == 6
     assert node.keeper.run(A, next(node.ids), keys_of("ab")).present == 2

@@ -1,0 +1,29 @@
+"""Names: keys of all engines in one forest, and in one folder of files.
+
+An engine's key identifies a prompt, and its namespace a model, a revision and a layout. A name has both in the bytes of
+a key, so that records and files take it for one. To find two texts that have one name in two namespaces is as hard as
+to find two texts with one digest.
+
+>>> one, other = (named(each * NAMESPACE_BYTES, [b"k" * KEY_BYTES])[0] for each in (b"1", b"2"))
+>>> len(one), one == other
+(32, False)
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES
+
+
+def named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """The names of these keys."""
+    length = len(keys) * KEY_BYTES
+    mask = int.from_bytes(_mask(namespace) * len(keys))
+    joined = (int.from_bytes(b"".join(keys)) ^ mask).to_bytes(length)
+    return [joined[at : at + KEY_BYTES] for at in range(0, length, KEY_BYTES)]
+
+
+@lru_cache
+def _mask(namespace: bytes) -> bytes:
+    return hashlib.sha256(namespace).digest()
