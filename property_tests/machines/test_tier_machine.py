@@ -35,7 +35,7 @@ from cpu_prefix_cache.messages.tier import Ask, TierOptions, TierPlan, TierRepor
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.engine import cache_options
 from cpu_prefix_cache.testing.slots import PoolSlots
-from cpu_prefix_cache.tiers import questions, tier_cache, tiered_cache
+from cpu_prefix_cache.tiers import promotions, questions, tier_cache, tiered_cache
 from property_tests.machines.test_hybrid_cache_machine import LAYOUTS, HybridCacheMachine
 from property_tests.machines.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine
 from property_tests.models.engines import QueueSlots
@@ -98,7 +98,7 @@ class WithTier(PrefixCacheMachine):
         self.tier, self.host_options = options, host
         self.ranks = range(host["ranks"])
         self.patch.setattr(tier_cache, "READ_BYTES", options["slice_blocks"] * self.planner.host_block_bytes)
-        self.patch.setattr(tiered_cache, "PROMOTED_SHARE", options["share"])
+        self.patch.setattr(promotions, "PROMOTED_SHARE", options["share"])
         self.tiers = [self.new_tier() for _ in self.ranks]
         self.budget = max(self.planner.host_blocks_per_chunk, self.host_blocks // options["share"])
         self.stages = 0
@@ -631,9 +631,9 @@ class WithTier(PrefixCacheMachine):
     @invariant()
     def promotions_are_bounded(self) -> None:
         """Count what is being read, and what was read and waits to be admitted (edges 7 and 30 of the study)."""
-        pool, stores = self.cache.pool, [store for store, *_ in self.cache._slices.values()]
+        pool, stores = self.cache.pool, [store for store, *_ in self.cache._promotions.slices.values()]
         moving = sum(1 for store in stores for node in store.nodes for _ in pool.all_blocks_of(node))
-        assert moving + sum(want.blocks for want in self.cache._open) <= self.budget
+        assert moving + sum(want.blocks for want in self.cache._promotions.open) <= self.budget
 
     @invariant()
     def the_tiers_log_lists_where_requests_can_be_brought(self) -> None:
@@ -644,7 +644,7 @@ class WithTier(PrefixCacheMachine):
 
     @invariant()
     def leases_end(self) -> None:
-        wants = {*self.cache._wants.values(), *self.cache._open}
+        wants = {*self.cache._wants.values(), *self.cache._promotions.open}
         leases = {want.lease for want in wants if want.lease is not None}
         assert not any(lease.released for lease in leases)
         late = tiered_cache.LEASE_SECONDS + questions.REMEMBERED_SECONDS
@@ -678,7 +678,7 @@ class WithTier(PrefixCacheMachine):
         assert below.storing == below.loading == 0
         assert below.pool.pinned == below.pool.writing == below.pool.retired == 0
         assert not self.cache.below.edge.ledger.writing and not self.cache.below.edge.ledger.loading
-        assert not self.cache._slices and not self.cache._wants and not self.cache._open
+        assert not self.cache._promotions.slices and not self.cache._wants and not self.cache._promotions.open
         host = self.cache.statistics().pool
         assert host.pinned == host.writing == host.retired == 0
         assert not self.cache.is_flushed or not self.cache.below.demotion.num_waiting

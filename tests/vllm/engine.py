@@ -981,7 +981,7 @@ class Engine:
         below = self.below.edge.statistics()
         assert (below.storing, below.loading) == (0, 0)
         assert (below.pool.pinned, below.pool.writing, below.pool.retired) == (0, 0, 0)
-        assert not (self.cache._wants or self.cache._slices)
+        assert not (self.cache._wants or self.cache._promotions.slices)
         assert not any(rank.tier.moves for rank in self.ranks if isinstance(rank.tier, FakeTier))
 
     # One step

@@ -20,8 +20,8 @@ lookup: what waits for its turn is read meanwhile, and its deadline begins with 
 A prompt that a hint expects is read before its request comes (expected.py), while nobody waits for the tier: one prompt
 at a time, one slice after the other. Then it is on the host like anything else, and no lease keeps it.
 
-A want is a wish and no state of its own: how far it is, each step reads from the pools and the ledger. What the host
-has of it already is kept there by a pin, its lease, until the request is admitted, or some time after the deadline.
+What is read for a want is `promotions.py`'s. What the host has of it is kept there, until the request is admitted, or
+some time after the deadline.
 
 The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
 """
@@ -29,7 +29,7 @@ The host declines nothing, because what it declines never reaches the tier; only
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -42,45 +42,21 @@ from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.device import Device
-from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTransfer
-from cpu_prefix_cache.pool.block_pool import Pin
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.expected import Expected
+from cpu_prefix_cache.tiers.promotions import Promotions, Want
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
-PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
-MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
-# So much of a prompt is read where the rate is not known, or seems too low: enough to measure it (`slab/meter.py`).
-TRIAL_BYTES, TRIAL_SECONDS = 256 << 20, 60.0
+TRIAL_SECONDS = 60.0  # after which a little is read where the rate seems too low: it is measured (`slab/meter.py`)
 
 
-NEVER = math.inf
-
-
-@dataclass(slots=True, eq=False)
-class Want:
-    """A request that waits until the host has its first `stop` chunks, and the checkpoint below `depth` of them, if one
-    is needed. `stop` is `depth` until the tier loses some. `host_end` is how many tokens it had before. The deadline is
-    NEVER until the request is looked up.
-    """
-
-    request: Request
-    stop: int
-    depth: int
-    host_end: int
-    deadline: float
-    unread: int = 0  # bytes that are still to be asked for
-    has_begun: bool = False
-    lease: Pin | None = None
-    blocks: int = 0  # host blocks that were promoted for it, and have landed
-    is_over: bool = False  # nothing more comes
+NEVER = math.inf  # the deadline of a want until its request is looked up
 
 
 class TieredCache(CPUPrefixCache):
@@ -118,15 +94,8 @@ class TieredCache(CPUPrefixCache):
         )
         self._wants: dict[Any, Want] = {}  # by request that is not admitted, in the order in which they came
         self._queued: dict[Any, Request] = {}  # neither wanted nor looked up, in the order in which they came
-        self._open: dict[Want, None] = {}  # those that are not ended, in the same order
-        self._slices: dict[Any, tuple[Promotion, Want, int]] = {}  # promotions in flight by id, and their blocks
-        self._unread = 0  # bytes that wants which are not over have still to ask for
-        self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
-        self._budget = max(planner.host_blocks_per_chunk, host_blocks // PROMOTED_SHARE)  # blocks
-        self._trial_budget = min(
-            self._budget, max(planner.host_blocks_per_chunk, TRIAL_BYTES // planner.host_block_bytes)
-        )
-        self._expected = Expected(self._budget)
+        self._promotions = Promotions(self.coordinator, self.edge, self.below)
+        self._expected = Expected(self._promotions.budget)
         self._ahead: Want | None = None  # of the first expected prompt
         self._read_at = 0.0  # when a request last began to wait for the tier
         self._now = 0.0
@@ -146,7 +115,7 @@ class TieredCache(CPUPrefixCache):
             return answer
         if want is None:
             host_end = answer.boundary if isinstance(answer, Hit) else n0
-            unknown_until = self._unknown_until(request, n0, host_end, self._queue_bytes)
+            unknown_until = self._unknown_until(request, n0, host_end, self._promotions.queue_bytes)
             if unknown_until is not None:
                 return Pending(unknown_until)
             want = self._new_want(request, n0, host_end)
@@ -155,7 +124,7 @@ class TieredCache(CPUPrefixCache):
         if now < want.deadline:
             return Pending(want.deadline)
         self._late += 1
-        self._over(want)
+        self._promotions.over(want)
         return answer
 
     def _unknown_until(self, request: Request, n0: int, host_end: int, queue_bytes: int) -> float | None:
@@ -180,41 +149,33 @@ class TieredCache(CPUPrefixCache):
         prefill, rate = self.edge.break_even.prefill_tokens_per_second, self.below.load_rate
         return best(candidates, prefill=prefill, rate=rate, queue_bytes=queue_bytes)
 
-    @property
-    def _queue_bytes(self) -> int:
-        """Bytes to be read before anything that is requested now."""
-        return self.below.queue_bytes + self._unread
-
     def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
         candidates = self._reachable(request, n0, host_end)
         if not candidates:
             return None
-        chosen = self._best(candidates, self._queue_bytes)
+        chosen = self._best(candidates, self._promotions.queue_bytes)
         if chosen is None and self._is_trial_due:
-            chosen = next(iter(self._candidates(request, n0, host_end, self._trial_budget)), None)
+            least, budget = self._least(n0), self._promotions.trial_budget
+            chosen = next(iter(self._promotions.candidates(request, host_end, least, budget)), None)
         if chosen is None:
             self._declined += 1
             self._wants[request.id] = want = Want(request, 0, 0, host_end, self._now, is_over=True)
             return want
         self._asked += 1
-        return self._noted(request, chosen, host_end, self._deadline(self._queue_bytes + chosen.num_bytes))
+        deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
+        return self._noted(request, chosen, host_end, deadline)
 
-    def _noted(self, request: Request, chosen: Candidate, host_end: int, deadline: float) -> Want:
+    def _noted(
+        self, request: Request, chosen: Candidate, host_end: int, deadline: float, *, is_hint: bool = False
+    ) -> Want:
         self._read_at = self._now
-        depth = self.planner.chunks_to_resume(chosen.boundary // self.planner.grid_tokens)
-        want = Want(request, depth, depth, host_end, deadline, unread=chosen.num_bytes)
+        want = self._promotions.note(request, chosen, host_end, deadline, is_hint=is_hint)
         self._wants[request.id] = want
-        self._open[want] = None
-        self._unread += want.unread
         return want
-
-    def _deadline(self, num_bytes: int) -> float:
-        """When so many bytes should have been read, twice over."""
-        return self._now + 2 * self.below.seconds_to_read(num_bytes) + PENDING_GRACE_SECONDS
 
     def _want_queued(self) -> None:
         """Note wants of queued requests, first come, first served, as far as there is room."""
-        while self._queued and self._promoted + self._unread // self.planner.host_block_bytes < self._budget:
+        while self._queued and self._promotions.has_room:
             request = next(iter(self._queued.values()))
             early = self._early(request)
             if early is None:
@@ -229,7 +190,7 @@ class TieredCache(CPUPrefixCache):
         if not self._expected and self._ahead is None:
             return
         first, ahead = self._expected.first(self._now), self._ahead
-        is_needed = bool(self._queued) or any(not want.is_over for want in self._open if want is not ahead)
+        is_needed = bool(self._queued) or any(not want.is_over for want in self._promotions.open if want is not ahead)
         if ahead is not None and (is_needed or ahead.is_over or ahead.request is not first):
             self._end_ahead(ahead)
         while self._ahead is None and not is_needed and (first := self._expected.first(self._now)) is not None:
@@ -238,7 +199,7 @@ class TieredCache(CPUPrefixCache):
                 return
             chosen, host_end = early
             if chosen is not None and self._expected.has_room(chosen.num_bytes // self.planner.host_block_bytes):
-                self._ahead = self._noted(first, chosen._replace(num_bytes=0), host_end, NEVER)  # nobody waits for it
+                self._ahead = self._noted(first, chosen, host_end, NEVER, is_hint=True)
             else:
                 self.below.admitted(first.id)
                 self._expected.done(first)
@@ -256,11 +217,13 @@ class TieredCache(CPUPrefixCache):
         """Give up what was read for the last request that was not looked up yet: one that was lacks room. It goes
         behind all that wait: before them it would be read for again at once, and an engine did not come to rest.
         """
-        queued = (want for want in reversed(self._open) if want.deadline == NEVER and want is not self._ahead)
+        queued = (
+            want for want in reversed(self._promotions.open) if want.deadline == NEVER and want is not self._ahead
+        )
         want = next(queued, None)
         if want is not None:
             del self._wants[want.request.id]
-            self._end_want(want)
+            self._promotions.end(want)
             self._queued[want.request.id] = want.request
 
     def _end_ahead(self, ahead: Want) -> None:
@@ -276,8 +239,9 @@ class TieredCache(CPUPrefixCache):
         it may take less: others want the GPU as well.
         """
         self._asked += 1
-        before = takewhile(lambda each: each is not want, self._open)
-        want.deadline = self._deadline(self.below.queue_bytes + want.unread + sum(each.unread for each in before))
+        before = takewhile(lambda each: each is not want, self._promotions.open)
+        num_bytes = self.below.queue_bytes + want.unread + sum(each.unread for each in before)
+        want.deadline = self._promotions.deadline(self._now, num_bytes)
 
     def _here(self, request: Request) -> tuple[int, int]:
         """How many tokens the device has of a request, as far as can be seen, and the host together with it."""
@@ -287,31 +251,11 @@ class TieredCache(CPUPrefixCache):
         return n0, max(n0, self.coordinator.longest_boundary(keys, n0, request.num_tokens))
 
     def _reachable(self, request: Request, n0: int, host_end: int) -> list[Candidate]:
-        """Where the tier could bring this request. Of a tier whose rate is not known, little is read at once."""
-        if not self.below.can_be_read:
-            return []
-        budget = self._trial_budget if self.below.load_rate is None else self._budget
-        return self._candidates(request, n0, host_end, budget)
+        return self._promotions.reachable(request, host_end, self._least(n0))
 
-    def _candidates(self, request: Request, n0: int, host_end: int, budget: int) -> list[Candidate]:
-        """Where the tier could bring this request, the deepest first, as far as it fits into `budget` blocks."""
-        keys, grid, lower = request.keys, self.planner.grid_tokens, self.below.coordinator
-        width = self.planner.host_blocks_per_chunk
-        boundary = lower.longest_boundary(keys, host_end, request.num_tokens)
-        here = self.pool.resident_run(keys, 0, boundary // grid)
-        most = here + budget // width if width else len(keys)  # chunks
-        found: list[Candidate] = []
-        least = max(host_end, n0 + self.min_load_tokens - 1)  # up to there nothing would be loaded from the host
-        while boundary > least and len(found) < MOST_CANDIDATES:
-            stop = self.planner.chunks_to_resume(boundary // grid)
-            blocks = max(0, stop - here) * width + self.coordinator.num_blocks(stop)
-            if blocks <= budget:
-                size = blocks * self.planner.host_block_bytes
-                found.append(Candidate(boundary, boundary - host_end, size))
-                if not self.planner.has_checkpoints:
-                    break  # the gain is proportional to the tokens: the deepest, or none
-            boundary = lower.longest_boundary(keys, host_end, min(stop - 1, most) * grid + 1)
-        return found
+    def _least(self, n0: int) -> int:
+        """Up to this token nothing would be loaded from the host."""
+        return n0 + self.min_load_tokens - 1
 
     # Events
 
@@ -347,7 +291,7 @@ class TieredCache(CPUPrefixCache):
         self.below.admitted(id)
         want = self._wants.pop(id, None)
         if want is not None:
-            self._end_want(want)
+            self._promotions.end(want)
 
     def expected(self, keys: Sequence[bytes], now: float) -> None:
         """A prompt that begins with these chunks may come soon: what the tier has of it is read if nobody waits."""
@@ -360,19 +304,19 @@ class TieredCache(CPUPrefixCache):
         self.below.passed(self._now)
 
     def step(self) -> StepPlan:
-        for want in list(self._open):
+        for want in list(self._promotions.open):
             if self._wants.get(want.request.id) is not want:  # admitted: by now its load has pinned what it needs
-                self._end_want(want)
+                self._promotions.end(want)
         if not self.is_off:
             self._want_expected()
             self._want_queued()
         may_read = True
-        for want in sorted(self._open, key=lambda want: want.deadline == NEVER):  # those that were looked up first
+        for want in sorted(self._promotions.open, key=lambda want: want.deadline == NEVER):  # first those looked up
             if self._now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
                 self._late += not want.is_over
-                self._end_want(want)
+                self._promotions.end(want)
             elif not want.is_over and (may_read or want.has_begun):
-                may_read = self._advance(want, may_read)
+                may_read = self._promotions.advance(want, may_read, self._now)
                 if not may_read and want.deadline < NEVER:
                     self._put_off_a_queued_one()
         while self._wants and self._now >= next(iter(self._wants.values())).deadline + REMEMBERED_SECONDS:
@@ -395,14 +339,10 @@ class TieredCache(CPUPrefixCache):
             if not isinstance(load, LoadTransfer):
                 continue
             has_read = True
-            store, want, blocks = self._slices.pop(load.owner)
-            kept = self._num_blocks(store.nodes[: load.good]) if ended.ok and want in self._open else 0
-            want.blocks += kept
-            self._promoted += kept - blocks
-            self._committed(self.edge.promoted(store, ended.ok, load.good))
-        for want in list(self._open) if has_read else ():
+            self._committed(self._promotions.ended(ended, load))
+        for want in list(self._promotions.open) if has_read else ():
             if want.has_begun and not want.is_over:
-                self._advance(want, may_read=False)
+                self._promotions.advance(want, may_read=False, now=self._now)
 
     def flush(self) -> None:
         """Begin to write what only the host has. The engine goes on with steps until `is_flushed`, or gives up."""
@@ -444,11 +384,7 @@ class TieredCache(CPUPrefixCache):
     def check_valid(self) -> None:
         super().check_valid()
         self.below.edge.check_valid()
-        for transfer, _, _ in self._slices.values():
-            assert transfer in list(self.edge.ledger), "a promotion was resolved before the tier had read it"
-        promoted = sum(blocks for _, _, blocks in self._slices.values()) + sum(want.blocks for want in self._open)
-        assert self._unread == sum(want.unread for want in self._open), "what is to be read is miscounted"
-        assert self._promoted == promoted <= self._budget, "promoted blocks are miscounted, or more than may be"
+        self._promotions.check_valid()
 
     # Details
 
@@ -457,118 +393,11 @@ class TieredCache(CPUPrefixCache):
         self.below.host_begins_anew()
         if self._ahead is not None:
             self._end_ahead(self._ahead)
-        for want in list(self._open):
-            self._end_want(want)
+        for want in list(self._promotions.open):
+            self._promotions.end(want)
 
     def _is_elsewhere(self, key: bytes) -> bool:
         return super()._is_elsewhere(key) or self.below.pool.find(key) is not None
 
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         self.below.arrived(stores)
-
-    def _end_want(self, want: Want) -> None:
-        """Its lease ends. What is being read for it goes on."""
-        self._over(want)
-        self._open.pop(want, None)
-        self._promoted -= want.blocks
-        want.blocks = 0
-        if want.lease is not None:
-            self.pool.unpin(want.lease)
-            want.lease = None
-
-    def _over(self, want: Want) -> None:
-        """Nothing more is read for it."""
-        want.is_over = True
-        self._unread -= want.unread
-        want.unread = 0
-
-    def _begin(self, want: Want) -> None:
-        """The request uses what the tier has of it, once; an expected one uses it when it comes."""
-        if not want.has_begun:
-            want.has_begun = True
-            if want is self._ahead:
-                return
-            request = want.request
-            deepest = self.below.pool.find(request.keys[want.stop - 1])
-            next_use = usable_next_use(request.next_use)
-            self.below.pool.touch(deepest, request.keys, self._now, request.num_tokens, next_use)
-
-    def _advance(self, want: Want, may_read: bool) -> bool:
-        """Keep what the host has of it by now, and read more. Whether those that came later may read, too: this one
-        does not lack room.
-        """
-        self._begin(want)
-        keys = want.request.keys
-        resident = self.pool.resident_run(keys, 0, want.stop)
-        self._keep(want, resident)
-        covered = self.edge.stores.covered_run(keys, resident, want.stop)
-        while covered < want.stop:
-            end = covered
-            if self.below.can_be_read:
-                end = self.below.pool.resident_run(keys, covered, min(want.stop, covered + self.below.slice_chunks))
-            if end == covered:
-                want.stop = covered  # the tier has lost it, or is left alone
-                break
-            end = covered + min(end - covered, self._room_chunks(want) if may_read else 0)
-            if end == covered:
-                return False
-            read = self._read(want, Chain(keys[covered - 1] if covered else None, keys[covered:end]))
-            if not read:
-                return False
-            covered += read
-        has_room, awaits_checkpoint = True, False
-        if want.depth <= want.stop:
-            has_room, awaits_checkpoint = self._read_checkpoint(want, may_read)
-        if resident == want.stop and not awaits_checkpoint:
-            self._over(want)
-        return may_read and has_room
-
-    def _read_checkpoint(self, want: Want, may_read: bool) -> tuple[bool, bool]:
-        """Read its checkpoint, if that is not here. Whether there was room for it, and whether it is still to come."""
-        keys, depth = want.request.keys, want.depth
-        key = checkpoint_key(keys[depth - 1]) if depth else b""
-        if not depth or key in self.edge.ledger.writing:
-            return True, bool(depth)
-        checkpoint = self.below.checkpoint_at(keys, depth) if self.below.can_be_read else None
-        if checkpoint is None or self.pool.find(key) is not None:
-            return True, False
-        has_room = may_read and self._promoted + self.coordinator.num_blocks(depth) <= self._budget
-        return has_room and self._read(want, Chain(keys[depth - 1], (), checkpoint)) > 0, True
-
-    def _keep(self, want: Want, resident: int) -> None:
-        """Let the lease keep the first `resident` chunks, and the checkpoint."""
-        keys = [want.request.keys[resident - 1]] if resident else []
-        keys += [checkpoint_key(want.request.keys[want.depth - 1])] if 0 < want.depth <= resident else []
-        nodes = tuple(node for node in map(self.pool.find, keys) if node is not None)
-        if nodes and (want.lease is None or want.lease.blocks != nodes):
-            before, want.lease = want.lease, self.pool.pin(*nodes)
-            if before is not None:
-                self.pool.unpin(before)
-
-    def _room_chunks(self, want: Want) -> int:
-        """How many chunks may be promoted now, if the host has room. For a hint nothing, while anything is read: so a
-        request that comes waits for no more than a slice.
-        """
-        if want is self._ahead and self._slices:
-            return 0
-        width = self.planner.host_blocks_per_chunk
-        if not width:
-            return self.below.slice_chunks
-        return max(0, (self._budget - self._promoted) // width)
-
-    def _read(self, want: Want, chain: Chain) -> int:
-        """Begin to promote as many first nodes of a chain as find room. Their number."""
-        store = self.edge.stores.receive(chain, self.pool.touch(None), ("promotion", id(want)))
-        if store is None:
-            return 0
-        blocks = self._num_blocks(store.nodes)
-        self._slices[store.id] = store, want, blocks
-        self._promoted += blocks
-        asked = min(want.unread, blocks * self.planner.host_block_bytes)
-        want.unread -= asked
-        self._unread -= asked
-        self.below.read(store.id, chain.first(len(store.nodes)), store.nodes)
-        return len(store.nodes)
-
-    def _num_blocks(self, nodes: Sequence[int]) -> int:
-        return sum(1 for node in nodes for _ in self.pool.all_blocks_of(node))

@@ -66,7 +66,7 @@ def test_one_slice_is_read_at_a_time():
     engine = with_tier("abcdef")
     expects(engine, "abcdef")
     engine.steps_below()
-    assert len(engine.cache._slices) == 1
+    assert len(engine.cache._promotions.slices) == 1
     engine.works_off()
     assert here(engine, "abcdef") == [True]
 
@@ -77,7 +77,7 @@ def test_a_request_that_waits_for_the_tier_comes_first_and_the_hint_after_it():
     engine.steps_below()
     assert isinstance(engine.asks_as("r", "stuv"), Pending)
     engine.steps_below()
-    wanted = [want for _, want, _ in engine.cache._slices.values() if want.request.id == "r"]
+    wanted = [want for _, want, _ in engine.cache._promotions.slices.values() if want.request.id == "r"]
     assert len(wanted) == 2, "it waits for the rest of the hint"
     engine.works()
     assert here(engine, "stuv", "abcdefgh") == [True, False]

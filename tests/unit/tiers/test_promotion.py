@@ -11,7 +11,7 @@ from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
 from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored, Direction, Request
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from cpu_prefix_cache.tiers import tier_cache, tiered_cache
+from cpu_prefix_cache.tiers import promotions, tier_cache
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, TRIAL_SECONDS
@@ -536,7 +536,7 @@ def test_a_rate_that_was_low_is_measured_again_by_a_little_once_in_a_minute():
 
 
 def test_reads_are_short_before_the_rate_is_known(monkeypatch):
-    monkeypatch.setattr(tiered_cache, "TRIAL_BYTES", 2 * 4096)
+    monkeypatch.setattr(promotions, "TRIAL_BYTES", 2 * 4096)
     engine = Tiered(host=64)
     engine.tier_has("abcdefgh")
     assert isinstance(engine.asks_as("r", "abcdefgh"), Pending)

@@ -118,12 +118,12 @@ def times_over(wants):
     """The times that all wants are gone over: while as many prompts are queued, and in the step that reads them."""
     prompts = [chr(ord("a") + at) for at in range(wants)]
     engine = with_tier(*prompts, host=4 * wants)
-    engine.cache._open = Counted()
+    engine.cache._promotions.open = Counted()
     queues(engine, *prompts)
-    queued = engine.cache._open.times
+    queued = engine.cache._promotions.open.times
     engine.cache.step()
-    assert len(engine.cache._open) == len(engine.cache._slices) == wants
-    return queued, engine.cache._open.times - queued
+    assert len(engine.cache._promotions.open) == len(engine.cache._promotions.slices) == wants
+    return queued, engine.cache._promotions.open.times - queued
 
 
 def test_no_prompt_and_no_read_costs_a_look_at_all_that_wait():  # rule 16
@@ -162,7 +162,7 @@ def test_a_request_that_is_admitted_without_a_lookup_is_read_for_no_more():
     for each in ("abcd", "efgh"):
         engine.cache.abandoned(each)
     engine.works_off()
-    assert not engine.cache._open and not engine.cache._queued
+    assert not engine.cache._promotions.open and not engine.cache._queued
 
 
 def test_a_request_that_is_looked_up_out_of_turn_gets_the_room_of_those_that_wait():
