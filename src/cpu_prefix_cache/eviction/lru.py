@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator, Sequence
 
+from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy, renew
 from cpu_prefix_cache.index.departures import Departures
 from cpu_prefix_cache.index.forest import NONE, Forest
@@ -64,15 +65,15 @@ class Lru(TouchPolicy):
         return victims
 
     def soonest_evicted(self) -> Iterator[int]:
-        marks, ring, departures = self._mark, self._ring, Departures(self._forest)
+        marks, departures, touches = self._mark, Departures(self._forest), self._oldest_first()
         bared: list[tuple[int, int]] = []  # (stamp, block) of parents that this walk made childless; a heap
-        touch = ring.younger
-        while bared or touch is not ring:
-            if bared and (touch is ring or bared[0][0] < touch.stamp):
+        touch = next(touches, None)
+        while bared or touch is not None:
+            if touch is None or (bared and bared[0][0] < touch.stamp):
                 stamp, block = heapq.heappop(bared)
             else:
                 stamp, block = touch.stamp, touch.block
-                touch = touch.younger
+                touch = next(touches, None)
             while block != NONE and departures.may_leave(block):
                 yield block
                 block = departures.leave(block)
@@ -80,3 +81,7 @@ class Lru(TouchPolicy):
                     if own.block == NONE:
                         heapq.heappush(bared, (own.stamp, block))  # as `bared` puts its touch back into the ring
                     break
+
+    def _oldest_first(self) -> Iterator[Touch]:
+        """All touches."""
+        return members(self._ring)

@@ -12,9 +12,12 @@ A smaller limit costs hits where engines are equal: of prompts that are large be
 has several times its equal part (docs/keeper.md).
 """
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from cpu_prefix_cache.eviction.lru import Lru
+from cpu_prefix_cache.eviction.rings import members
 from cpu_prefix_cache.eviction.touches import Touch, TouchPolicy
 from cpu_prefix_cache.index.forest import Forest
 
@@ -60,9 +63,9 @@ class FairLru(Lru):
             victims += run
         return victims
 
-    def soonest_evicted(self) -> Iterator[int]:
-        """Nothing: there is no tier that would write what leaves."""
-        return iter(())
+    def _oldest_first(self) -> Iterator[Touch]:
+        """As if no engine had more than half: what one has beyond that leaves sooner."""
+        return heapq.merge(*map(members, self._rings), key=attrgetter("stamp"))
 
     def _excess(self, touch: Touch) -> int:
         """How many chunks its engine has beyond its limit."""

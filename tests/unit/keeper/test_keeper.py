@@ -12,6 +12,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGrou
 from cpu_prefix_cache.keeper import keeper as keepers
 from cpu_prefix_cache.keeper.answers import Granted
 from cpu_prefix_cache.keeper.keeper import Keeper
+from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
 
@@ -292,3 +293,20 @@ def test_a_question_that_no_engine_asks_ends_in_a_sentence():
     node.keeper.run(A, 77, keys_of("a"))
     with pytest.raises(MisuseError, match="another question"):
         node.keeper.run(A, 77, keys_of("a"))
+
+
+def test_chunks_of_all_engines_leave_in_the_order_that_is_foretold():
+    node = Node(slots=6)
+    for engine, prompt in ((A, "ab"), (B, "xy"), (A, "cd")):
+        node.stores(engine, prompt)
+    node.finds(B, "ab")
+    pool = node.keeper._pool
+    names = {pool.find(name): letter for prompt in ("ab", "xy", "cd") for letter, name in named_by_letter(prompt)}
+    assert "".join(names[chunk] for chunk in pool.soonest_evicted()) == "yxdcba"
+    left = [names[chunk] for chunk in pool.soonest_evicted()][:3]
+    node.takes(A, "uvw")
+    assert [node.finds(A, prompt) for prompt in ("xy", "cd", "ab")] == [0, 1, 2] and left == ["y", "x", "d"]
+
+
+def named_by_letter(prompt):
+    return zip(prompt, named(ONE, keys_of(prompt)), strict=True)
