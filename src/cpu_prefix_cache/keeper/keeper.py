@@ -19,17 +19,16 @@ A keeper that follows another one begins with the records that it finds (`record
 have come back, or are gone, it hands out no slot: they may still write to any.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import cast
 
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.keeper.answers import Granted, Leased
 from cpu_prefix_cache.keeper.fair_lru import FairLru
 from cpu_prefix_cache.keeper.names import named
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES
-from cpu_prefix_cache.keeper.records import CHUNK, Records
+from cpu_prefix_cache.keeper.recorded import RecordedEdge, RecordedStores
+from cpu_prefix_cache.keeper.records import Records
 from cpu_prefix_cache.keeper.recovery import recover
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.request import CheckpointAt
@@ -37,15 +36,9 @@ from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
-from cpu_prefix_cache.offload.device import PooledDevice
-from cpu_prefix_cache.offload.edge import Edge
-from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import Promotion, TransferLedger
+from cpu_prefix_cache.offload.transfers import Promotion, StoreTransfer
 from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
-
-_Record = tuple[Sequence[int], bytes, bytes | None, int, int]  # arguments of `Records.write`
 
 
 @dataclass(slots=True)
@@ -77,9 +70,7 @@ class Keeper:
             thresholds=None,
         )
         self._coordinator = KVCacheCoordinator(planner, self._pool)
-        # nothing here looks at a device: what is written comes from those of engines
-        stores = StorePlanner(self._coordinator, PooledDevice(self._pool), TransferLedger(ranks=1))
-        self._edge = Edge(stores, Offload(stores))
+        self._edge = RecordedEdge(RecordedStores(self._coordinator, records), records)
         (self._policy,) = policies
         self._engines: dict[int, _Engine] = {}
         self.absent = set[int]()  # engines of the keeper before this one
@@ -173,10 +164,7 @@ class Keeper:
             return Granted(first, ())
         asks.writes[id] = write
         slots = self._pool.blocks_of(write.nodes[: len(write.chain.keys)])
-        granted = Granted(first, slots, pieces=self._granted_pieces(write))
-        for slot in granted.all_slots:
-            self._records.clear(slot)
-        return granted
+        return Granted(first, slots, pieces=self._granted_pieces(write))
 
     def commit(self, engine: int, id: int, count: int, has_checkpoint: bool) -> None:
         """The first `count` chunks of a take are written, and the checkpoint or not. No more will be."""
@@ -189,18 +177,17 @@ class Keeper:
         if has_checkpoint and (write.chain.checkpoint is None or count < len(write.chain.keys)):
             raise MisuseError(f"engine {engine} commits the checkpoint of {id}, which it has not written")
         self._policy.serve(engine)
-        written = [*self._written_chunks(write, count), *(self._written_pieces(write) if has_checkpoint else ())]
-        self._edge.promoted(write, True, count + has_checkpoint)
+        committed = self._edge.promoted(write, True, count + has_checkpoint)
         del writes[id]
-        for record in written:
-            self._records.write(*record)
+        self._committed(committed)
 
     def check_valid(self) -> None:
         """Assert every rule that is kept here. For tests."""
         self._edge.check_valid()
         self._policy.check_valid()
         writes = [write.id for engine in self._engines.values() for write in engine.writes.values()]
-        assert sorted(writes) == sorted(each.id for each in self._edge.ledger), "a write has no engine, or two"
+        owned = [each.id for each in self._edge.ledger if isinstance(each.owner, int)]
+        assert sorted(writes) == sorted(owned), "a write has no engine, or two"
 
     # Details
 
@@ -248,17 +235,5 @@ class Keeper:
             return None
         return [slots or () for slots in self._pool.checkpoints.to_write(write.nodes[-1])]
 
-    def _written_chunks(self, write: Promotion, count: int) -> Iterator[_Record]:
-        """Records of its first `count` chunks."""
-        above = write.chain.parent_key
-        for chunk, name in zip(write.nodes[:count], write.chain.keys, strict=False):
-            yield self._pool.blocks_of((chunk,)), name, above, CHUNK, 0
-            above = name
-
-    def _written_pieces(self, write: Promotion) -> Iterator[_Record]:
-        """Records of the pieces of its checkpoint that no other one has."""
-        below, node, checkpoints = write.keys[-1][:KEY_BYTES], write.nodes[-1], self._pool.checkpoints
-        for need, slots in zip(checkpoints.needs(node), checkpoints.to_write(node), strict=True):
-            if slots is not None:
-                name, group, block = cast(tuple[bytes, int, int], need.key)
-                yield slots, name, below, group, block
+    def _committed(self, stores: Sequence[StoreTransfer]) -> None:
+        """Chunks and checkpoints of these can be found from now on."""
