@@ -109,9 +109,8 @@ class KeeperMachine(RuleBasedStateMachine):
         self.planner = HybridChunkPlanner(self.kind.groups, max_model_len=64)
         self.slots = slots = chunks * self.planner.fewest_blocks
         self.file = memoryview(bytearray(records_bytes(slots)))
-        records = Records(self.file)
-        records.begin(slots, 64)
-        self.keeper = Keeper(slots, records, self.planner)
+        Records(self.file).begin(slots, 64)
+        self.keeper = self.new_keeper()
         self.held = {}
         self.known = set()  # chunks and checkpoints that were committed
         self.joined = {}
@@ -122,6 +121,9 @@ class KeeperMachine(RuleBasedStateMachine):
         self.absent = set()
         for engine in ENGINES[:2]:
             self.joins(engine, NAMESPACES[0])
+
+    def new_keeper(self):
+        return Keeper(self.slots, Records(self.file), self.planner)
 
     def new_id(self):
         self.next += 1
@@ -189,7 +191,10 @@ class KeeperMachine(RuleBasedStateMachine):
         if engine not in self.joined:
             return
         id = self.new_id()
-        present, depth, slots = self.keeper.run(engine, id, keys_of(prompt))
+        self.is_answered(engine, id, prompt, self.keeper.run(engine, id, keys_of(prompt)))
+
+    def is_answered(self, engine, id, prompt, leased):
+        present, depth, slots = leased
         wanted = [content for end in range(1, depth + 1) for content in self.chunk(engine, prompt[:end])]
         wanted += [content for piece in self.pieces(engine, prompt[:depth]) for content in piece] if depth else []
         assert [self.held.get(slot) for slot in slots] == wanted, "a slot holds something else"
@@ -311,7 +316,7 @@ class KeeperMachine(RuleBasedStateMachine):
             at = HEADER_BYTES + RECORD.size * damaged
             self.file[at + RECORD.size - KEY_BYTES : at + RECORD.size] = bytes(KEY_BYTES)
             self.is_damaged = True
-        self.keeper = Keeper(self.slots, Records(self.file), self.planner)
+        self.keeper = self.new_keeper()
         self.keeper.absent.update(self.joined)
         self.keeper.recover()
         self.absent, self.has_crashed = set(self.joined), True

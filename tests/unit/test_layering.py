@@ -21,7 +21,7 @@ MAY_IMPORT = {  # rooms of what decides: each file and each folder of the librar
     "prefix_cache": {"index", "messages", "model", "offload", "pool"},
     "tiers": {"messages", "model", "offload", "pool", "prefix_cache"},
     "keyed": {"messages", "model", "offload", "pool", "tiers"},
-    "keeper": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache"},
+    "keeper": {"eviction", "index", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "deciding": {"eviction", "index", "keeper", "messages", "model", "offload", "pool", "prefix_cache", "tiers"},
     "tools.plots": {"messages"},
     "tools.replay": {"eviction", "messages", "model", "offload", "pool", "prefix_cache", "tiers", "tools.plots"},

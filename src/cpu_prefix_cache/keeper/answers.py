@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import NamedTuple, Self
 
-from cpu_prefix_cache.keeper.protocol import ANSWERS, NUM_COUNTED, Kind, Message, ProtocolError
+from cpu_prefix_cache.keeper.protocol import ANSWERS, MOST_MICROSECONDS, NUM_COUNTED, Kind, Message, ProtocolError
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 
@@ -69,6 +69,10 @@ NO_SLOTS = Granted(0, ())
 
 def check_answered(asked: Message | None, answer: Message, pool_slots: int, planner: HybridChunkPlanner) -> None:
     """Raise ProtocolError unless this is an answer to that question, of this model in a pool of so many slots."""
+    if asked is not None and (asked.kind, answer.kind) == (Kind.RUN, Kind.READING):
+        if len(answer.numbers) != 1 or answer.numbers[0] > MOST_MICROSECONDS:
+            raise ProtocolError(f"got {answer.kind.name} of {list(answer.numbers)}")
+        return
     if asked is None or answer.kind is not ANSWERS[asked.kind]:
         raise ProtocolError(f"got {answer.kind.name} {answer.id}, and no question with this number")
     least = {Kind.RAN: 2, Kind.TOOK: 3, Kind.COUNTED: NUM_COUNTED}[answer.kind]

@@ -118,17 +118,22 @@ class Keeper:
     def run(self, engine: int, id: int, keys: Sequence[bytes]) -> Leased:
         """The part of a prompt that is here. The request uses it, and has a lease on all that it takes to resume."""
         asks = self._engines[engine]
-        self._check_new(asks, id)
+        self._check_new(engine, id)
         names = named(asks.namespace, keys)
         path = self._path(names)
         depth, node = self._resumed(names, path)
         if node is None:
             return Leased(len(path), 0, ())
+        self._used(names[:depth])
         self._policy.serve(engine)
         self._pool.touch(node)
         asks.leases[id] = self._pool.pin(node)
         pieces = self._pool.checkpoints.pieces(node) if node in self._pool.checkpoints else ()
         return Leased(len(path), depth, (*self._pool.blocks_of(path[:depth]), *chain.from_iterable(pieces)))
+
+    def reads(self, engine: int, id: int, keys: Sequence[bytes], now: float) -> float | None:
+        """Until when the answer to such a `run` waits for what is below this pool. None: it is known now."""
+        return None
 
     def release(self, engine: int, id: int) -> None:
         """End a lease. Of a run that found nothing there is none."""
@@ -141,7 +146,7 @@ class Keeper:
         no room for both, nothing is granted (rule 4).
         """
         asks = self._engines[engine]
-        self._check_new(asks, id)
+        self._check_new(engine, id)
         names = named(asks.namespace, keys)
         path = self._path(names)
         first = len(path)
@@ -191,18 +196,13 @@ class Keeper:
 
     # Details
 
-    def _check_new(self, asks: _Engine, id: int) -> None:
+    def _check_new(self, engine: int, id: int) -> None:
+        asks = self._engines[engine]
         if id in asks.leases or id in asks.writes:
             raise MisuseError(f"the number {id} is that of another question")
 
     def _path(self, names: Sequence[bytes]) -> Sequence[int]:
-        """The slots of the chunks that are here, from the first on. Raises MisuseError for names of several prompts."""
-        end = self._pool.resident_run(names, 0, len(names))
-        deepest = self._pool.find(names[end - 1]) if end else None
-        path = () if deepest is None else self._pool.path(deepest, end)
-        if self._pool.keys_of(path) != names[:end]:
-            raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
-        return path
+        return path_of(names, self._pool)
 
     def _resumed(self, names: Sequence[bytes], path: Sequence[int]) -> tuple[int, int | None]:
         """After how many of these chunks, which are here, a request can resume, and the node that has all it takes."""
@@ -235,5 +235,20 @@ class Keeper:
             return None
         return [slots or () for slots in self._pool.checkpoints.to_write(write.nodes[-1])]
 
+    # Told to a tier below
+
+    def _used(self, names: Sequence[bytes]) -> None:
+        """A request loads these chunks."""
+
     def _committed(self, stores: Sequence[StoreTransfer]) -> None:
         """Chunks and checkpoints of these can be found from now on."""
+
+
+def path_of(names: Sequence[bytes], pool: BlockPool) -> Sequence[int]:
+    """The nodes of those that a pool has, from the first on. Raises MisuseError for names of several prompts."""
+    end = pool.resident_run(names, 0, len(names))
+    deepest = pool.find(names[end - 1]) if end else None
+    path = () if deepest is None else pool.path(deepest, end)
+    if pool.keys_of(path) != names[:end]:
+        raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
+    return path

@@ -2,7 +2,8 @@
 
 To an engine it is a CPUPrefixCache that answers Pending more often: nothing is known here, so the keeper is queried.
 
-    lookup     `run` goes to the keeper: Pending, until it has answered or the deadline has passed (questions.py)
+    lookup     `run` goes to the keeper: Pending, until it has answered or the deadline has passed, which it may put off
+               while it reads files (questions.py)
     lookup     what it has is leased for this request: Hit, or Miss
     load       straight from the keeper's slots; the lease ends with the load
     computed   the prompt is whole, or at a checkpoint that is wanted, or the request ends: what there is to store is
@@ -188,6 +189,8 @@ class KeptCache:
         for connection, message in self._messenger.answers():
             if message.kind is Kind.RAN:
                 self._questions.answered(connection, message, now)
+            elif message.kind is Kind.READING:
+                self._questions.reading(connection, message, now)
             elif message.kind is Kind.TOOK and (take := self._takes.answered(message)) is not None:
                 self._plan_store(take)
             elif message.kind is Kind.COUNTED:

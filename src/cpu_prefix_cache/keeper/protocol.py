@@ -4,7 +4,8 @@
     hello      keys: namespace; numbers: block       welcome   numbers: blocks, the number of this engine
                bytes, its number, if it had one,     refused   keys: a sentence
                and its groups (shape.py)
-    run        keys: of a prompt, from its first     ran       numbers: what is there, and leased (answers.py)
+    run        keys: of a prompt, from its first     reading   numbers: for how many microseconds; then, in time:
+                                                     ran       numbers: what is there, and leased (answers.py)
     take       keys: the same, all computed;         took      numbers: what may be written (answers.py)
                numbers: is there the checkpoint
                after the last of them, too
@@ -14,9 +15,9 @@
     name       keys: namespace                         -       the engine's weights have changed
     count      -                                       counted numbers: of the pool's slots (counts.py)
 
-`run`, `take` and `count` have an id, which the engine counts up and the answer repeats. A file descriptor goes with
-`hello` and `welcome`. Messages of one socket are carried out in their order, so a `release` may be sent before the
-answer.
+`run`, `take` and `count` have an id, which the engine counts up and the answer repeats. `reading` comes if files have
+more of the prompt than the pool. A file descriptor goes with `hello` and `welcome`. Messages of one socket are carried
+out in their order, so a `release` may be sent before the answer.
 
     | length 4 | version 1 | kind 1 | bytes of a key 2 | id 8 | numbers 4 | keys 4 | numbers, 8 each | keys |
 
@@ -32,7 +33,7 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("=IBBHQII")
 NUMBER_BYTES = 8
 MOST_BYTES = 64 << 20  # of a message: keys of two million chunks
@@ -40,6 +41,7 @@ NAMESPACE_BYTES = 16
 KEY_BYTES = 32  # rule 14: keys lead to bytes of other processes
 NOBODY = 0  # no engine has this number
 NUM_COUNTED = 9  # numbers of a `counted`
+MOST_MICROSECONDS = 60_000_000  # for which a question waits for files
 
 
 class Kind(IntEnum):
@@ -57,6 +59,7 @@ class Kind(IntEnum):
     NAME = 10
     COUNT = 11
     COUNTED = 12
+    READING = 13
 
 
 class Message(NamedTuple):

@@ -1,6 +1,7 @@
 """Questions: how much of each prompt does the pool have?
 
     open       `run` went out; the request is answered Pending until a deadline
+    reading    the keeper reads what it has below its pool, and has told until when: that is the deadline then
     answered   with the slots that the request needs to resume, on which there is a lease
     over       taken by a load, or given up: no longer wanted, too late, or nobody came back for it
 
@@ -17,6 +18,7 @@ from cpu_prefix_cache.keeper.protocol import Kind, Message
 ASK_SECONDS = 0.02  # some steps of decode; a keeper answers in less than a millisecond
 LEASE_SECONDS = 2.0  # of a request that is not looked up again
 PAUSE_SECONDS, UNANSWERED = 1.0, 5
+MICROSECOND = 1e-6
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,13 @@ class Questions:
         question = self._open.pop(message.id, None)
         if question is not None and question.connection == connection:
             question.leased, question.deadline = Leased.of(message.numbers), now + LEASE_SECONDS
+            self._unanswered_in_a_row = 0
+
+    def reading(self, connection: int, message: Message, now: float) -> None:
+        """The answer waits for files, so long at most. It may come as late as others."""
+        question = self._open.get(message.id)
+        if question is not None and question.connection == connection:
+            question.deadline = now + message.numbers[0] * MICROSECOND + ASK_SECONDS
             self._unanswered_in_a_row = 0
 
     def take(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:

@@ -143,7 +143,10 @@ class SocketMessenger:
                     raise ConnectionResetError("its socket has ended")
                 received.feed(some)
                 for message in received:
-                    check_answered(asked.pop(message.id, None), message, self.num_slots, self._planner)
+                    question = asked.get(message.id)
+                    check_answered(question, message, self.num_slots, self._planner)
+                    if message.kind is not Kind.READING:
+                        del asked[message.id]
                     self._answers.append((self.connection, message))
         self._send_all(connected)
 

@@ -278,6 +278,11 @@ class TierCache:
         return self.edge.has_transfers or (self.demotion.is_open and not self.is_off and self.demotion.num_waiting > 0)
 
     @property
+    def is_opening(self) -> bool:
+        """Whether it is not open on all ranks yet, or what it holds is not all taken in."""
+        return not self.demotion.is_open
+
+    @property
     def is_flushed(self) -> bool:
         return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
 

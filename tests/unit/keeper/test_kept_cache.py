@@ -9,6 +9,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankRepor
 from cpu_prefix_cache.keeper.answers import check_answered
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message, ProtocolError
+from cpu_prefix_cache.keeper.questions import ASK_SECONDS, UNANSWERED
 from cpu_prefix_cache.keeper.takes import TAKE_SECONDS
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.slots import PoolSlots
@@ -125,6 +126,26 @@ def test_a_lease_waits_two_seconds_for_its_request_from_the_end_of_a_long_step()
         assert engine.cache.lookup(request, 0, now) == Hit(2 * GRID)
     engine.cache.passed(9.0)
     assert engine.line.sent[-1].kind is Kind.RELEASE and not engine.cache.has_transfers
+
+
+def test_a_request_waits_for_files_until_the_keeper_has_promised_an_answer():
+    engine, request = Engine(), Request("r", KEYS, 4 * GRID)
+    assert engine.cache.lookup(request, 0, 0.0) == Pending(ASK_SECONDS)
+    engine.line.answer(Kind.READING, 500_000)
+    assert engine.cache.lookup(request, 0, 0.01) == Pending(0.01 + 0.5 + ASK_SECONDS)
+    engine.line.answer(Kind.RAN, 2, 2, 0, 1)
+    assert engine.cache.lookup(request, 0, 0.4) == Hit(2 * GRID)
+
+
+def test_questions_go_on_to_a_keeper_that_reads_files_for_long():
+    engine = Engine()
+    for number in range(2 * UNANSWERED):
+        request = Request(str(number), KEYS, 4 * GRID)
+        assert isinstance(engine.cache.lookup(request, 0, float(number)), Pending)
+        engine.line.answer(Kind.READING, 500_000)
+        engine.cache.passed(number + 0.01)
+        assert isinstance(engine.cache.lookup(request, 0, number + 0.9), Miss), "it has promised to answer by then"
+    assert engine.line.kinds().count(Kind.RUN) == 2 * UNANSWERED
 
 
 def test_a_lease_ends_when_the_last_rank_has_loaded():

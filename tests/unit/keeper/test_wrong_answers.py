@@ -100,6 +100,9 @@ def took(*numbers):
         ran(1, 1, 0, later=1),
         ran(0, 0, 0, kind=Kind.TOOK),
         ran(kind=Kind.WELCOME),
+        ran(kind=Kind.READING),
+        ran(2**40, kind=Kind.READING),
+        lambda asked: Message(Kind.READING, asked.id, (1,)) if asked.kind is Kind.TAKE else ran(0, 0)(asked),
         took(),
         took(1),
         took(1, 0),
@@ -116,7 +119,9 @@ def test_a_wrong_answer_ends_the_connection_and_the_engine_comes_back(tmp_path, 
         assert keeper.came_back.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("answer", [ran(0, 0), took(0, 0, 4, *range(4)), took(1, 0, 0), took(0, 4, 0)])
+@pytest.mark.parametrize(
+    "answer", [ran(0, 0), ran(1, kind=Kind.READING), took(0, 0, 4, *range(4)), took(1, 0, 0), took(0, 4, 0)]
+)
 def test_a_right_answer_does_not(tmp_path, monkeypatch, answer):
     """The control of the test above."""
     with one_answer(tmp_path, monkeypatch, answer) as (keeper, engine):

@@ -1,0 +1,145 @@
+"""TieredKeeper: a Keeper with a tier below its pool, which outlives keeper and engines.
+
+    commit     what an engine has written goes to the tier, too, at once: nothing tells when all of a node is killed
+    reads      the tier has more of a prompt than the pool: it is read, and the question answered later
+    step       what is read can be found like anything else, and so the question is answered as any; the same when the
+               tier is late, loses some, or pauses
+
+The tier holds names (`names.py`), of all namespaces, in slots as large as those of the pool: a chunk with the rows of
+all ranks of an engine. What is read takes slots of the pool as engines' writes do, and of no engine's half.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cpu_prefix_cache.keeper.answers import Leased
+from cpu_prefix_cache.keeper.keeper import Keeper, path_of
+from cpu_prefix_cache.keeper.names import named
+from cpu_prefix_cache.keeper.protocol import MOST_MICROSECONDS
+from cpu_prefix_cache.keeper.questions import MICROSECOND
+from cpu_prefix_cache.keeper.records import Records
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.options import USUAL_OPTIONS
+from cpu_prefix_cache.messages.request import Request
+from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
+from cpu_prefix_cache.tiers.promotions import Promotions, Want
+from cpu_prefix_cache.tiers.tier_cache import TierCache
+from cpu_prefix_cache.tiers.time_saved import best
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A question whose answer waits for a want."""
+
+    engine: int
+    keys: Sequence[bytes]
+    want: Want
+
+
+class TieredKeeper(Keeper):
+    """With a tier of so many `slots`. Besides messages it gets the time; `plan_below` goes to the tier, which sends
+    `report_below`. Raises ConfigurationError for a tier smaller than twice the pool, and as Keeper.
+    """
+
+    def __init__(self, num_slots: int, records: Records, planner: HybridChunkPlanner, slots: int) -> None:
+        super().__init__(num_slots, records, planner)
+        options = TierOptions(slots, offload="eager")
+        self.below = TierCache(planner, self._pool, options, USUAL_OPTIONS, ranks=1)
+        self._promotions = Promotions(self._coordinator, self._edge, self.below)
+        self._readings: dict[tuple[int, int], _Reading] = {}  # by engine and the number of its question
+        self._now = 0.0
+
+    # Questions that wait
+
+    def reads(self, engine: int, id: int, keys: Sequence[bytes], now: float) -> float | None:
+        """Until when the answer to this `run` waits for what the tier has of it. None: it is known now."""
+        self.passed(now)
+        asks = self._engines[engine]
+        self._check_new(engine, id)
+        if self.absent or not self.below.can_be_read:
+            return None
+        names = named(asks.namespace, keys)
+        here = self._resumed(names, self._path(names))[0] * self.planner.grid_tokens
+        request = Request((engine, id), names, len(names) * self.planner.grid_tokens + 1)
+        candidates = self._promotions.reachable(request, here, here)
+        chosen = best(candidates, prefill=None, rate=None, queue_bytes=0)
+        if chosen is None:
+            return None
+        path_of(names, self.below.pool)
+        deadline = self._promotions.deadline(now, self._promotions.queue_bytes + chosen.num_bytes)
+        deadline = min(deadline, now + MOST_MICROSECONDS * MICROSECOND)
+        want = self._promotions.note(request, chosen, here, deadline)
+        self._readings[engine, id] = _Reading(engine, keys, want)
+        return deadline
+
+    def step(self) -> Iterator[tuple[int, int, Leased | None]]:
+        """Read on. Questions that are answered now, each with its engine and its number: None for one that no engine
+        must ask.
+        """
+        may_read = True
+        for (engine, id), reading in list(self._readings.items()):
+            want = reading.want
+            if not want.is_over and self._now < want.deadline:
+                self._policy.serve(engine)
+                may_read = self._promotions.advance(want, may_read, self._now)
+            if want.is_over or self._now >= want.deadline:
+                del self._readings[engine, id]
+                try:
+                    yield engine, id, self.run(engine, id, reading.keys)
+                except MisuseError:
+                    yield engine, id, None
+                finally:
+                    self._promotions.end(want)  # after the lease that the answer has
+
+    def release(self, engine: int, id: int) -> None:
+        reading = self._readings.pop((engine, id), None)
+        if reading is None:
+            super().release(engine, id)
+        else:
+            self._promotions.end(reading.want)
+
+    def leave(self, engine: int) -> None:
+        for other, id in list(self._readings):
+            if other == engine:
+                self.release(engine, id)
+        super().leave(engine)
+
+    # The tier
+
+    def passed(self, now: float) -> None:
+        """Time has come to `now`, in seconds."""
+        self._now = now
+        self.below.passed(now)
+
+    def plan_below(self) -> TierPlan:
+        return self.below.plan()
+
+    def report_below(self, report: TierReport) -> None:
+        """The tier has finished transfers."""
+        for ended in self.below.report(report):
+            if isinstance(ended.transfer, LoadTransfer):
+                self._committed(self._promotions.ended(ended, ended.transfer))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a question waits for what is read."""
+        return bool(self._readings)
+
+    def check_valid(self) -> None:
+        super().check_valid()
+        self.below.edge.check_valid()
+        self._promotions.check_valid()
+        assert {*self._promotions.open} == {each.want for each in self._readings.values()}, "a want is nobody's"
+
+    def _check_new(self, engine: int, id: int) -> None:
+        super()._check_new(engine, id)
+        if (engine, id) in self._readings:
+            raise MisuseError(f"the number {id} is that of a question that waits")
+
+    def _used(self, names: Sequence[bytes]) -> None:
+        self.below.demotion.used(names, len(names))
+
+    def _committed(self, stores: Sequence[StoreTransfer]) -> None:
+        self.below.arrived(stores)
