@@ -17,6 +17,7 @@ from cpu_prefix_cache.model.planner import SMALLEST_SPLIT_BYTES, HybridChunkPlan
 KINDS: tuple[type[Group], ...] = (PrefixGroup, WindowGroup, ChunkLocalGroup, StateGroup)  # a number is a place in here
 PER_GROUP = 7
 MOST = 1 << 40  # no number of a model is larger
+MOST_NUMBERED = 255  # groups of a tier's record
 MOST_GROUPS, MOST_PARTS = 64, 1 << 18  # a keeper has time for so many: a window of 131,072 blocks is a half of them
 
 
@@ -45,6 +46,19 @@ def planner_of(numbers: Sequence[int]) -> HybridChunkPlanner:
 def shared_shape(planner: HybridChunkPlanner) -> tuple[int, ...]:
     """Numbers that are equal in all models of one pool: with checkpoints all, because these are found by them."""
     return spelled(planner) if planner.has_checkpoints else (planner.host_blocks_per_chunk,)
+
+
+def shared_planner(planner: HybridChunkPlanner, block_bytes: int) -> HybridChunkPlanner:
+    """The planner of what lies in files below a pool: without checkpoints the same for all models of the pool, since a
+    chunk is so many slots of it. Raises ConfigurationError for more than a record can number.
+    """
+    if planner.has_checkpoints:
+        return planner
+    slots = planner.host_blocks_per_chunk
+    if slots > MOST_NUMBERED:
+        raise ConfigurationError(f"a chunk takes {slots} slots, and files have it in up to {MOST_NUMBERED}")
+    groups = [PrefixGroup(name=str(at), block_tokens=1, block_bytes=block_bytes) for at in range(slots)]
+    return HybridChunkPlanner(groups, max_model_len=1)
 
 
 def _num_parts(groups: Sequence[Group], grid: int, ranks: int) -> int:

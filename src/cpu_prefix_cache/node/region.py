@@ -4,7 +4,8 @@
     adopted    by a keeper that has none, from an engine of the keeper before it
 
 A keeper hands both to each engine, and every engine keeps both: so they live while anybody of the pool does. The keeper
-never looks into the region, and engines never into the records: there they have their presence (`presence.py`) alone.
+looks into the region only for files below it, and engines look into the records never: there they have their presence
+(`presence.py`) alone.
 """
 
 import mmap
@@ -26,6 +27,11 @@ class Region:
     block_bytes: int
     records: Records
     claim: mmap.mmap | None = None  # others of this machine see how much memory it may take while this lives
+
+    def memory(self) -> memoryview:
+        """The slots, mapped here: [slots, bytes]."""
+        region = mapping.map_shared(self.files[0], self.num_slots * self.block_bytes)
+        return memoryview(region).cast("B", shape=[self.num_slots, self.block_bytes])
 
     def is_in(self, files: Sequence[int]) -> bool:
         """Whether these descriptors are of the same two files."""

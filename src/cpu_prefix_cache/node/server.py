@@ -39,14 +39,18 @@ from cpu_prefix_cache.keeper.protocol import (
     check_asked,
     encoded,
 )
+from cpu_prefix_cache.keeper.questions import MICROSECOND
 from cpu_prefix_cache.keeper.shape import planner_of, shared_shape
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node.files import FilesBelow
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES
 from cpu_prefix_cache.node.presence import is_present
 from cpu_prefix_cache.node.region import Region
+from cpu_prefix_cache.slab.settings import FileTier
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +84,21 @@ class Server:
         *,
         adopt_seconds: float = ADOPT_SECONDS,
         settle_seconds: float = SETTLE_SECONDS,
+        below: FileTier | None = None,
     ) -> None:
-        self._host_bytes, self._settle_seconds = host_bytes, settle_seconds
+        if below is not None and below.bytes < SLOTS_BY_HOST * host_bytes:
+            raise ConfigurationError(
+                f"files of {below.bytes} bytes are below a pool of {host_bytes}, and hold all that it has; give them "
+                f"{SLOTS_BY_HOST} times as much, or more"
+            )
+        self._host_bytes, self._settle_seconds, self._tier = host_bytes, settle_seconds, below
         self._lock = _locked(path)
         was_there = os.path.lexists(path)
         self._make_until = time.monotonic() + (adopt_seconds if was_there else 0.0)
         self._listener = _listening(path)
         self._region: Region | None = None
         self._keeper: Keeper | None = None
+        self._below: FilesBelow | None = None
         self._connections: dict[int, _Connection] = {}  # by the descriptor of the socket
         self._joined: dict[int, _Connection] = {}  # by the number of the engine
         self._leaving = set[int]()
@@ -104,12 +115,13 @@ class Server:
 
     def step(self) -> None:
         """Wait for what comes next, and answer it."""
-        timeout = int(TICK_SECONDS * 1000) if self._waits else None
-        for file, events in self._poll.poll(timeout):
+        for file, events in self._poll.poll(self._milliseconds):
             if file == self._listener.fileno():
                 self._accept()
             elif file in self._connections:
                 self._serve(self._connections[file], events)
+        if self._below is not None:
+            self._step_below(self._below)
         if self._waits:
             self._tick(time.monotonic())
 
@@ -118,9 +130,19 @@ class Server:
         for connection in list(self._connections.values()):
             self._close(connection)
         self._listener.close()
+        if self._below is not None:
+            self._below.close()
         os.close(self._lock)
 
     # Engines that come and go
+
+    @property
+    def _milliseconds(self) -> int | None:
+        """How long to wait for engines at most."""
+        waits = [TICK_SECONDS] if self._waits else []
+        if self._below is not None and (seconds := self._below.wait_seconds) is not None:
+            waits.append(seconds)
+        return int(min(waits) * 1000) if waits else None
 
     @property
     def _waits(self) -> bool:
@@ -201,7 +223,7 @@ class Server:
     def _open(self, region: Region, planner: HybridChunkPlanner, absent: Sequence[int] = ()) -> None:
         """`absent`: beside engines that live, who may still write to it. NOBODY is for those that ended just now."""
         self._region = region
-        self._keeper = Keeper(region.num_slots, region.records, planner)
+        self._keeper = self._new_keeper(region, planner)
         self._keeper.absent.update(each for each in range(1, MOST_ENGINES + 1) if is_present(region.files[1], each))
         self._keeper.absent.update(absent)
         with _uncollected():
@@ -209,6 +231,15 @@ class Server:
         logger.info("%d slots of %d bytes, %d of them found", region.num_slots, region.block_bytes, found)
         if region.num_slots != self._host_bytes // region.block_bytes:
             logger.warning("the region that was handed back has its own size: to change it, end all engines first")
+
+    def _new_keeper(self, region: Region, planner: HybridChunkPlanner) -> Keeper:
+        if self._tier is not None:
+            try:
+                self._below = FilesBelow(self._tier, region, planner)
+                return self._below.keeper
+            except ConfigurationError as error:
+                logger.error("nothing is below this pool: %s", error)
+        return Keeper(region.num_slots, region.records, planner)
 
     def _welcome(self, connection: _Connection) -> None:
         hello, planner, region, keeper = connection.hello, connection.planner, self._region, self._keeper
@@ -295,7 +326,13 @@ class Server:
         elif keeper is None or engine == NOBODY:
             raise ProtocolError(f"got {kind.name} before {Kind.HELLO.name}")
         elif kind is Kind.RUN:
-            self._send(connection, Message(Kind.RAN, id, keeper.run(engine, id, keys).numbers))
+            now = time.monotonic()
+            deadline = keeper.reads(engine, id, keys, now)
+            if deadline is None:
+                self._send(connection, Message(Kind.RAN, id, keeper.run(engine, id, keys).numbers))
+            else:
+                microseconds = int((deadline - now) / MICROSECOND)
+                self._send(connection, Message(Kind.READING, id, (microseconds,)))
         elif kind is Kind.TAKE:
             granted = keeper.take(engine, id, keys, bool(numbers[0]))
             self._send(connection, Message(Kind.TOOK, id, granted.numbers))
@@ -307,6 +344,19 @@ class Server:
             keeper.release(engine, id)
         elif kind is Kind.NAME:
             keeper.name(engine, keys[0])
+
+    def _step_below(self, below: FilesBelow) -> None:
+        for engine, id, leased in below.step():
+            connection = self._joined.get(engine)
+            if connection is None:
+                continue  # its socket has ended; it is gone when its lock is free
+            try:
+                if leased is None:
+                    raise ProtocolError("it asks for several prompts as one")
+                self._send(connection, Message(Kind.RAN, id, leased.numbers))
+            except ProtocolError as error:
+                logger.warning("engine %d is left alone: %s", engine, error)
+                self._close(connection)
 
     def _greet(self, connection: _Connection, hello: Message) -> None:
         block_bytes, number, *shape = hello.numbers

@@ -19,21 +19,26 @@ ROOT = Path(__file__).parents[3]
 class KeeperProcess:
     """`cpu-prefix-cache keep`, which can be killed and started again."""
 
+    program = ("-m", "cpu_prefix_cache.tools.cli")
+
     def __init__(self, folder, slots=32, block_bytes=CHUNK_BYTES, **options):
         self.path = str(folder / "kv.sock")
         self.host_bytes, self.options = slots * block_bytes, {"settle-seconds": 0, "adopt-seconds": 5, **options}
         self.process = None
+        self.log = folder / "keeper.log"
         self.start()
 
     def start(self):
         options = [f"--{name}={value}" for name, value in self.options.items()]
-        command = [sys.executable, "-m", "cpu_prefix_cache.tools.cli", "keep", f"--socket={self.path}"]
-        self.process = subprocess.Popen(
-            [*command, f"--host-bytes={self.host_bytes}", *options],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        )
-        assert self.process.stdout.readline(), "the keeper did not start"
+        command = [sys.executable, *self.program, "keep", f"--socket={self.path}"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, f"--host-bytes={self.host_bytes}", *options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+            )
+        assert self.process.stdout.readline(), f"the keeper did not start: {self.log.read_text()}"
 
     def kill(self, sign=signal.SIGKILL):
         self.process.send_signal(sign)

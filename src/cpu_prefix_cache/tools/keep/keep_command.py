@@ -13,8 +13,10 @@ import sys
 from types import FrameType
 
 from cpu_prefix_cache.memory.limits import check_fits
+from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.node.server import ADOPT_SECONDS, SETTLE_SECONDS, Server
+from cpu_prefix_cache.slab.settings import FileTier, parse_file_tier
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -27,6 +29,12 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--host-bytes", required=True, metavar="SIZE", help="of the pool, such as 512GiB")
     parser.add_argument(
         "--socket", required=True, metavar="PATH", help="where engines connect, such as /run/kv/kv.sock"
+    )
+    parser.add_argument(
+        "--below",
+        metavar="file:PATH:SIZE",
+        help="files that outlive keeper and engines, such as file:/nvme/kv:2TiB: at least twice the pool, in a folder "
+        "that is there (default: none)",
     )
     parser.add_argument(
         "--adopt-seconds",
@@ -50,13 +58,28 @@ def run(args: argparse.Namespace) -> int:
     check_fits(host_bytes)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     signal.signal(signal.SIGTERM, _end)
-    server = Server(args.socket, host_bytes, adopt_seconds=args.adopt_seconds, settle_seconds=args.settle_seconds)
+    server = Server(
+        args.socket,
+        host_bytes,
+        adopt_seconds=args.adopt_seconds,
+        settle_seconds=args.settle_seconds,
+        below=None if args.below is None else _below(args.below),
+    )
     print(f"keeping {args.host_bytes} at {args.socket}", flush=True)
     try:
         server.serve()
     finally:
         server.close()
     return 0
+
+
+def _below(text: str) -> FileTier:
+    if "://" in text:
+        raise ConfigurationError(
+            "below the pool of a keeper are files, such as file:/nvme/kv:2TiB: stores that machines share are for "
+            "engines with memory of their own"
+        )
+    return parse_file_tier(text)
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:

@@ -1,0 +1,95 @@
+"""Files below a pool for several models: slots are written whole, and found whichever model comes first.
+
+In one process: the test is the engines, and writes to the region as they do.
+"""
+
+import mmap
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node.files import FilesBelow
+from cpu_prefix_cache.slab.settings import FileTier
+from tests.support.host_engine import PATIENCE
+
+SLOTS, BLOCK = 64, mmap.PAGESIZE
+NAMESPACE, ENGINE = b"n" * NAMESPACE_BYTES, 1
+KEYS = [letter.encode() * KEY_BYTES for letter in "abc"]
+
+
+def model(*sizes, tokens=4):
+    groups = [PrefixGroup(name=str(at), block_tokens=tokens, block_bytes=size) for at, size in enumerate(sizes)]
+    return HybridChunkPlanner(groups, max_model_len=64)
+
+
+LARGE, SMALL = model(BLOCK, BLOCK), model(BLOCK, BLOCK * 2 // 3, tokens=8)
+STATE = StateGroup(name="state", block_tokens=4, block_bytes=BLOCK // 4)  # half a lane of a rank
+RANKS = HybridChunkPlanner([*model(BLOCK // 2).groups, STATE], max_model_len=64, ranks=2)
+
+
+@contextmanager
+def pool(folder, planner):
+    """A new pool over the files in a folder, all of which are taken in."""
+    region = regions.make(SLOTS * BLOCK, BLOCK)
+    below = FilesBelow(FileTier(str(folder), 4 * SLOTS * 2 * BLOCK), region, planner)
+    below.keeper.join(ENGINE, NAMESPACE)
+    until_so(below, lambda: not below.keeper.below.is_opening)
+    try:
+        yield below, region.memory().cast("B")
+        below.keeper.check_valid()
+    finally:
+        below.close()
+
+
+def until_so(below, is_so):
+    """Steps until then. The answers that came."""
+    answers, until = [], time.monotonic() + PATIENCE
+    while not is_so():
+        answers += below.step()
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return answers
+
+
+def content(slot):
+    return bytes([1 + slot]) * BLOCK
+
+
+def stores(below, memory):
+    """Contents of all slots that KEYS take, as they are when the files have them."""
+    slots = below.keeper.take(ENGINE, 1, KEYS, has_checkpoint=True).all_slots
+    for at, slot in enumerate(slots):
+        memory[slot * BLOCK : (slot + 1) * BLOCK] = content(at)
+    below.keeper.commit(ENGINE, 1, len(KEYS), below.keeper.planner.has_checkpoints)
+    until_so(below, lambda: not below.keeper.below.has_transfers)
+    return [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in slots]
+
+
+def loads(below, memory):
+    """Contents of the slots that are found, read from files."""
+    assert below.keeper.reads(ENGINE, 2, KEYS, time.monotonic()) is not None
+    ((_, _, leased),) = until_so(below, lambda: not below.keeper.is_reading)
+    found = [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in leased.slots]
+    below.keeper.release(ENGINE, 2)
+    return found
+
+
+@pytest.mark.parametrize(("first", "slots"), [(LARGE, 6), (SMALL, 6), (RANKS, 4)])
+def test_a_slot_is_written_whole_whatever_the_model_has_in_it_that_came_first(tmp_path, first, slots):
+    with pool(tmp_path, first) as (below, memory):
+        assert stores(below, memory) == [content(at) for at in range(slots)]
+    with pool(tmp_path, first) as (below, memory):
+        assert loads(below, memory) == [content(at) for at in range(slots)]
+
+
+def test_files_of_a_pool_are_the_same_whichever_of_its_models_comes_first(tmp_path):
+    with pool(tmp_path, SMALL) as (below, memory):
+        stores(below, memory)
+    with pool(tmp_path, LARGE) as (below, memory):
+        assert loads(below, memory) == [content(at) for at in range(6)]
+    with pool(tmp_path, model(BLOCK)) as (below, memory):
+        assert below.keeper.reads(ENGINE, 2, KEYS, time.monotonic()) is None, "a chunk of one slot has another folder"
