@@ -4,20 +4,18 @@ Engines compare every byte that they load (`pool_engine.py`). A test waits for w
 word that it has taken them in, so that no engine computes what was to be found.
 """
 
-import json
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 
 import pytest
 
 from cpu_prefix_cache.keeper import questions
-from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.slab.records import SIZE, Record, checksum, pack, parse, seed_of
+from cpu_prefix_cache.slab.records import SIZE, Record, checksum, pack
 from tests.support.host_engine import CHUNK_BYTES, PATIENCE
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
-from tests.unit.keeper.pool_engine import KeeperProcess, PoolEngine
+from tests.unit.keeper.node_with_files import Node, wait_until
+from tests.unit.keeper.pool_engine import PoolEngine
 
 PROMPT = "abcdef"
 
@@ -26,50 +24,6 @@ PROMPT = "abcdef"
 def _patience(monkeypatch):
     """A keeper on a busy machine answers late, and these tests want its answers."""
     monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
-
-
-def wait_until(is_so):
-    until = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-class Node(KeeperProcess):
-    """A keeper, with files that have so many slots, or 4 times the pool's."""
-
-    def __init__(self, folder, slots=64, block_bytes=CHUNK_BYTES, file_slots=None, **options):
-        self.files = folder / "files"
-        self.files.mkdir()
-        size = (file_slots or 4 * slots) * (block_bytes + SIZE) + (64 << 10)
-        options = {"adopt-seconds": 0, "below": f"file:{self.files}:{size}", **options}
-        super().__init__(folder, slots, block_bytes, **options)
-
-    def begins_again(self):
-        """Keeper and engines are gone; the next keeper has taken in what the files have."""
-        self.kill()
-        self.start()
-
-    def is_open(self):
-        return "files are open below the pool" in self.log.read_text()
-
-    def has_opened(self):
-        wait_until(self.is_open)
-
-    @property
-    def folder(self):
-        (found,) = self.files.glob("*/rank-0-of-1")
-        return found
-
-    def records(self):
-        """The seed of the records, and the records, slot by slot; None: it holds nothing."""
-        made_for = json.loads((self.folder / "manifest.json").read_text())
-        seed = seed_of(Namespace(tuple(made_for["namespace"].items())).digest, 0, 1)
-        data = (self.folder / "records").read_bytes()
-        return seed, [parse(data[at : at + SIZE], seed) for at in range(0, len(data), SIZE)]
-
-    def holds(self, slots):
-        wait_until(lambda: sum(record is not None for record in self.records()[1]) >= slots)
 
 
 def damage(node, at=0, forged=False):

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.support.host_engine import CHUNK_BYTES
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.lives import LOADED, SERVED, all_slots, full, live
+from tests.unit.keeper.node_with_files import Node, wait_until
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 KILLS = int(os.environ.get("CRASH_KILLS", "20"))
@@ -119,17 +121,32 @@ def kill_keeper(lives, keeper, draw):
     return time.monotonic() - began
 
 
-def survives(model, folder, kills, seed):
+def kill_all(lives, keeper):
+    """All of a node: nothing is left but files."""
+    for process in lives.processes:
+        process.kill()
+    keeper.kill()
+    for at, process in enumerate(lives.processes):
+        process.join()
+        lives.processes[at] = lives.begin(at)
+    keeper.start()
+    lives.all_serve()
+
+
+def survives(model, folder, kills, seed, keeper_at=KeeperProcess, of_all=0):
+    """`of_all` of three kills are of a whole node, beside those of engines and of the keeper."""
     draw, back, began = random.Random(seed), [], time.monotonic()
     of_keeper = 0
-    with KeeperProcess(folder, slots=model.slots, block_bytes=model.block_bytes) as keeper:
+    with keeper_at(folder, slots=model.slots, block_bytes=model.block_bytes) as keeper:
         lives = Lives(model, keeper, draw)
         try:
             lives.all_serve()
             for _ in range(kills):
                 time.sleep(draw.uniform(0.0, 0.1))
                 victim = draw.randint(0, ENGINES)
-                if victim < ENGINES:
+                if draw.random() * 3 < of_all:
+                    kill_all(lives, keeper)
+                elif victim < ENGINES:
                     lives.kill(victim)
                     lives.all_serve(but=victim)
                 else:
@@ -141,8 +158,7 @@ def survives(model, folder, kills, seed):
             lives.stop()
         assert lives.loaded() > kills
         with model.engine(keeper.address) as last:
-            last.stores(all_slots(model.chunks))
-            assert last.serves(all_slots(model.chunks)) == model.chunks, "a slot was lost"
+            wait_until(lambda: takes_all(last, model.chunks))  # else a slot was lost
     measured = sorted(each for each in back if each is not None) or [0.0]
     print(
         f"{kills} kills in {time.monotonic() - began:.0f} s, {of_keeper} of them of the keeper: {sum(lives.served())} "
@@ -151,7 +167,22 @@ def survives(model, folder, kills, seed):
     )
 
 
+def takes_all(engine, chunks):
+    """Whether it can have all slots of the pool, once nothing is written to files any more."""
+    engine.stores(all_slots(chunks))
+    loaded = engine.serves(all_slots(chunks))
+    engine.rests()
+    engine.forgets()
+    return loaded == chunks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_and_keepers_are_killed_at_any_moment(tmp_path, model):
     survives(MODELS[model], tmp_path, KILLS, seed=KILLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_nodes_with_files_are_killed_at_any_moment(tmp_path, model):
+    survives(MODELS[model], tmp_path, KILLS, seed=KILLS, keeper_at=partial(Node, **{"adopt-seconds": 2}), of_all=1)

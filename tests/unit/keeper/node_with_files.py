@@ -1,0 +1,53 @@
+"""A keeper with files below its pool, as a process, and what the files have."""
+
+import json
+import time
+
+from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.records import SIZE, parse, seed_of
+from tests.support.host_engine import CHUNK_BYTES, PATIENCE
+from tests.unit.keeper.pool_engine import KeeperProcess
+
+
+def wait_until(is_so):
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+class Node(KeeperProcess):
+    """A keeper, with files that have so many slots, or 4 times the pool's."""
+
+    def __init__(self, folder, slots=64, block_bytes=CHUNK_BYTES, file_slots=None, **options):
+        self.files = folder / "files"
+        self.files.mkdir()
+        size = (file_slots or 4 * slots) * (block_bytes + SIZE) + (64 << 10)
+        options = {"adopt-seconds": 0, "below": f"file:{self.files}:{size}", **options}
+        super().__init__(folder, slots, block_bytes, **options)
+
+    def begins_again(self):
+        """Keeper and engines are gone; the next keeper has taken in what the files have."""
+        self.kill()
+        self.start()
+
+    def is_open(self):
+        return "files are open below the pool" in self.log.read_text()
+
+    def has_opened(self):
+        wait_until(self.is_open)
+
+    @property
+    def folder(self):
+        (found,) = self.files.glob("*/rank-0-of-1")
+        return found
+
+    def records(self):
+        """The seed of the records, and the records, slot by slot; None: it holds nothing."""
+        made_for = json.loads((self.folder / "manifest.json").read_text())
+        seed = seed_of(Namespace(tuple(made_for["namespace"].items())).digest, 0, 1)
+        data = (self.folder / "records").read_bytes()
+        return seed, [parse(data[at : at + SIZE], seed) for at in range(0, len(data), SIZE)]
+
+    def holds(self, slots):
+        wait_until(lambda: sum(record is not None for record in self.records()[1]) >= slots)
