@@ -50,7 +50,7 @@ class Engine:
 
     def ask(self, kind: Kind, keys: Sequence[bytes]) -> tuple[int, Message]:
         self._next += 1
-        self._socket.sendall(encoded(Message(kind, self._next, (False,) if kind is Kind.TAKE else (), keys)))
+        self._socket.sendall(encoded(Message(kind, self._next, (0,), keys)))
         while True:
             self._received.feed(self._socket.recv(1 << 20))
             for message in self._received:

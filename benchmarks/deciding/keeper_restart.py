@@ -75,7 +75,7 @@ def comes_back(path: str, files: Sequence[int], block_bytes: int, is_late: Calla
 
 
 def found(connected: socket.socket, keys: Sequence[bytes]) -> int:
-    connected.sendall(encoded(Message(Kind.RUN, 1, keys=keys)))
+    connected.sendall(encoded(Message(Kind.RUN, 1, (0,), keys)))
     received = Received()
     while True:
         received.feed(connected.recv(1 << 20))

@@ -170,7 +170,8 @@ class Halves:
         self._max_model_len = max_model_len
         self._process, self._is_closed = os.getpid(), False
         self._running: dict[Hashable, _Started] = {}
-        self._began = 0.0  # when the last step did, with a tier
+        self._is_timed = self._tiered is not None or self._kept is not None  # to read files only where that is sooner
+        self._began = 0.0  # when the last step did
         # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
@@ -239,8 +240,9 @@ class Halves:
         if self._kept is not None:
             self._kept.passed(time.monotonic())
         self._worker.run(self.cache.step())
-        if self._tier is not None:
+        if self._is_timed:
             self._began = time.monotonic()
+        if self._tier is not None:
             self._tier.run()
         self.cache.catch_up()
 
@@ -328,15 +330,15 @@ class Halves:
     def _end_step(self, computed: Computed) -> list[tuple[Hashable, int]]:
         self._check_usable()
         due = self.cache.due()
-        if due or self._tier is not None or self._strict:
+        if due or self._is_timed or self._strict:
             tokens = tokens_by_request(computed)
             if self._strict:
                 self._check_computed(tokens)
             for id in due:
                 if id in tokens:
                     self.cache.computed(id, tokens[id])
-            if self._tiered is not None:
-                self._tiered.prefilled(self._newly_computed(tokens), time.monotonic() - self._began)
+            if self._is_timed:
+                self.cache.prefilled(self._newly_computed(tokens), time.monotonic() - self._began)
         return self._report()
 
     def _end(self, id: Hashable, num_tokens: int, preempted: bool) -> None:

@@ -131,8 +131,12 @@ class Keeper:
         pieces = self._pool.checkpoints.pieces(node) if node in self._pool.checkpoints else ()
         return Leased(len(path), depth, (*self._pool.blocks_of(path[:depth]), *chain.from_iterable(pieces)))
 
-    def reads(self, engine: int, id: int, keys: Sequence[bytes], now: float) -> float | None:
-        """Until when the answer to such a `run` waits for what is below this pool. None: it is known now."""
+    def reads(
+        self, engine: int, id: int, keys: Sequence[bytes], now: float, chunk_nanoseconds: int = 0
+    ) -> float | None:
+        """Until when the answer to such a `run` waits for what is below this pool. None: it is known now. Computing a
+        chunk takes so long; 0: nobody knows.
+        """
         return None
 
     def release(self, engine: int, id: int) -> None:

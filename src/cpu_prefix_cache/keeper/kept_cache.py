@@ -45,6 +45,7 @@ from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.destinations import check_destinations
 from cpu_prefix_cache.offload.device import Device, check_fits
+from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.group_copies import GroupCopies, num_bytes
 from cpu_prefix_cache.pool.wanted import is_worth, wanted_depths
@@ -118,6 +119,7 @@ class KeptCache:
         self._ids = count()
         self._epoch = 0
         self.is_off = False
+        self._prefill = PrefillRate()
         self._failures = Counter[Direction]()
         self._counts = Counter[str]()  # by their names in CacheStatistics
         self._hit_tokens = 0
@@ -134,7 +136,7 @@ class KeptCache:
             return MISS
         question = self._questions.of(request.id, keys)
         if question is None:
-            question = self._questions.ask(request.id, next(self._ids), keys, now)
+            question = self._questions.ask(request.id, next(self._ids), keys, now, self._chunk_nanoseconds)
         if question is None:
             return MISS
         if question.leased is None:
@@ -272,7 +274,8 @@ class KeptCache:
             running.load = None
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Nothing: no rate is measured."""
+        """As CPUPrefixCache. The keeper reads files only where that is sooner than computing."""
+        self._prefill.timed(num_tokens, seconds)
 
     def finished(self, request_id: Hashable, num_tokens: int) -> None:
         """As CPUPrefixCache, here and in `preempted`."""
@@ -356,6 +359,12 @@ class KeptCache:
     def _ready(self) -> int:
         """How many slots, from the first on, every rank can copy to and from."""
         return min(self._ready_on.values())
+
+    @property
+    def _chunk_nanoseconds(self) -> int:
+        """How long prefill computes a chunk; 0: that was not measured."""
+        rate = self._prefill.tokens_per_second
+        return 0 if rate is None else round(self.planner.grid_tokens / rate * 1e9)
 
     def _findable(self, request: Request) -> Sequence[bytes]:
         """The keys of a request that the keeper is queried for."""

@@ -4,8 +4,9 @@
     hello      keys: namespace; numbers: block       welcome   numbers: blocks, the number of this engine
                bytes, its number, if it had one,     refused   keys: a sentence
                and its groups (shape.py)
-    run        keys: of a prompt, from its first     reading   numbers: for how many microseconds; then, in time:
-                                                     ran       numbers: what is there, and leased (answers.py)
+    run        keys: of a prompt, from its first;    reading   numbers: for how many microseconds; then, in time:
+               numbers: nanoseconds of prefill       ran       numbers: what is there, and leased (answers.py)
+               for a chunk, 0 if not known
     take       keys: the same, all computed;         took      numbers: what may be written (answers.py)
                numbers: is there the checkpoint
                after the last of them, too
@@ -84,7 +85,7 @@ class _Shape(NamedTuple):
 
 _SHAPES = {
     Kind.HELLO: _Shape(2, NAMESPACE_BYTES, may_have_more=True),
-    Kind.RUN: _Shape(0, KEY_BYTES, is_prompt=True),
+    Kind.RUN: _Shape(1, KEY_BYTES, is_prompt=True),
     Kind.TAKE: _Shape(1, KEY_BYTES, is_prompt=True),
     Kind.COMMIT: _Shape(2),
     Kind.RELEASE: _Shape(0),
@@ -110,7 +111,7 @@ def encoded(message: Message, version: int = VERSION) -> bytes:
     """The bytes of a message.
 
     >>> received = Received()
-    >>> received.feed(encoded(Message(Kind.RUN, 7, (), (b"a" * 32, b"b" * 32))))
+    >>> received.feed(encoded(Message(Kind.RUN, 7, (0,), (b"a" * 32, b"b" * 32))))
     >>> [(message.id, len(message.keys)) for message in received]
     [(7, 2)]
     """

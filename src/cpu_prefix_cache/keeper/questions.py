@@ -59,14 +59,16 @@ class Questions:
         self.give_up(question)
         return None
 
-    def ask(self, request: Hashable, id: int, keys: Sequence[bytes], now: float) -> Question | None:
-        """None while no question is sent, because nobody answers."""
+    def ask(
+        self, request: Hashable, id: int, keys: Sequence[bytes], now: float, chunk_nanoseconds: int = 0
+    ) -> Question | None:
+        """None while no question is sent, because nobody answers. Computing a chunk takes so long; 0: nobody knows."""
         if not self._messenger.is_up or now < self._silent_until:
             return None
         question = Question(id, self._messenger.connection, keys, now + ASK_SECONDS)
         self._of[request] = self._open[id] = question
         self.asked += 1
-        self._messenger.send(question.connection, Message(Kind.RUN, id, keys=keys))
+        self._messenger.send(question.connection, Message(Kind.RUN, id, (chunk_nanoseconds,), keys))
         return question
 
     def answered(self, connection: int, message: Message, now: float) -> None:

@@ -24,9 +24,9 @@ from cpu_prefix_cache.messages.request import Request
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
-from cpu_prefix_cache.tiers.promotions import Promotions, Want
+from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
 from cpu_prefix_cache.tiers.tier_cache import TierCache
-from cpu_prefix_cache.tiers.time_saved import best
+from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,13 @@ class TieredKeeper(Keeper):
         self.below = TierCache(planner, self._pool, options, USUAL_OPTIONS, ranks=1)
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._readings: dict[tuple[int, int], _Reading] = {}  # by engine and the number of its question
-        self._now = 0.0
+        self._now = self._read_at = 0.0  # when a question last began to wait
 
     # Questions that wait
 
-    def reads(self, engine: int, id: int, keys: Sequence[bytes], now: float) -> float | None:
-        """Until when the answer to this `run` waits for what the tier has of it. None: it is known now."""
+    def reads(
+        self, engine: int, id: int, keys: Sequence[bytes], now: float, chunk_nanoseconds: int = 0
+    ) -> float | None:
         self.passed(now)
         asks = self._engines[engine]
         self._check_new(engine, id)
@@ -63,16 +64,27 @@ class TieredKeeper(Keeper):
         names = named(asks.namespace, keys)
         here = self._resumed(names, self._path(names))[0] * self.planner.grid_tokens
         request = Request((engine, id), names, len(names) * self.planner.grid_tokens + 1)
-        candidates = self._promotions.reachable(request, here, here)
-        chosen = best(candidates, prefill=None, rate=None, queue_bytes=0)
+        chosen = self._worth_it(request, here, chunk_nanoseconds)
         if chosen is None:
             return None
+        self._read_at = now
         path_of(names, self.below.pool)
         deadline = self._promotions.deadline(now, self._promotions.queue_bytes + chosen.num_bytes)
         deadline = min(deadline, now + MOST_MICROSECONDS * MICROSECOND)
         want = self._promotions.note(request, chosen, here, deadline)
         self._readings[engine, id] = _Reading(engine, keys, want)
         return deadline
+
+    def _worth_it(self, request: Request, here: int, chunk_nanoseconds: int) -> Candidate | None:
+        """How far to read for a request, where that saves time. Now and then a little, to measure the rate again."""
+        candidates = self._promotions.reachable(request, here, here)
+        prefill = self.planner.grid_tokens * 1e9 / chunk_nanoseconds if chunk_nanoseconds else None
+        queue = self._promotions.queue_bytes
+        chosen = best(candidates, prefill=prefill, rate=self.below.load_rate, queue_bytes=queue)
+        if chosen is None and self._now >= self._read_at + TRIAL_SECONDS:
+            trial = self._promotions.candidates(request, here, here, self._promotions.trial_budget)
+            chosen = next(iter(trial), None)
+        return chosen
 
     def step(self) -> Iterator[tuple[int, int, Leased | None]]:
         """Read on. Questions that are answered now, each with its engine and its number: None for one that no engine

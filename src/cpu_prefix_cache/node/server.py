@@ -327,7 +327,7 @@ class Server:
             raise ProtocolError(f"got {kind.name} before {Kind.HELLO.name}")
         elif kind is Kind.RUN:
             now = time.monotonic()
-            deadline = keeper.reads(engine, id, keys, now)
+            deadline = keeper.reads(engine, id, keys, now, numbers[0])
             if deadline is None:
                 self._send(connection, Message(Kind.RAN, id, keeper.run(engine, id, keys).numbers))
             else:

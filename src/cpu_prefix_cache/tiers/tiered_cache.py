@@ -47,13 +47,12 @@ from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.expected import Expected
-from cpu_prefix_cache.tiers.promotions import Promotions, Want
+from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
-TRIAL_SECONDS = 60.0  # after which a little is read where the rate seems too low: it is measured (`slab/meter.py`)
 
 
 NEVER = math.inf  # the deadline of a want until its request is looked up

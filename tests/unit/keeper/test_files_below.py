@@ -11,8 +11,10 @@ from contextlib import nullcontext
 import pytest
 
 from cpu_prefix_cache.keeper import questions
+from cpu_prefix_cache.keeper.protocol import Kind
+from cpu_prefix_cache.offload import prefill_rate
 from cpu_prefix_cache.slab.records import SIZE, Record, checksum, pack
-from tests.support.host_engine import CHUNK_BYTES, PATIENCE
+from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.node_with_files import Node, wait_until
 from tests.unit.keeper.pool_engine import PoolEngine
@@ -134,6 +136,21 @@ def test_a_prompt_that_has_left_the_pool_is_read_again(tmp_path):
             assert engine.serves(prompt) == 8
             engine.rests()
             engine.forgets()
+
+
+def test_a_question_has_the_time_in_which_a_chunk_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefill_rate, "MIN_TIMED_TOKENS", 1)
+    with Node(tmp_path) as node, PoolEngine(node.address) as engine:
+        sent = []
+        monkeypatch.setattr(engine.host.cache._messenger, "send", lambda _, message: sent.append(message))
+        for _ in range(2):
+            engine.host.cache.prefilled(3, 0.3)
+        monkeypatch.setattr(questions, "ASK_SECONDS", 0.01)
+        engine.serves("xyz")
+        assert [message.numbers for message in sent if message.kind is Kind.RUN] == [(GRID * 100_000_000,)]
+        sent.clear()
+        engine.serves("uvw")
+        assert engine.host.cache._prefill.tokens_per_second != 10, "its own steps are timed, too"
 
 
 class OddDisk(Node):

@@ -353,7 +353,7 @@ def test_close_does_not_wait_for_a_keeper_that_hangs(keeper):
         messenger = engine.host.cache._messenger
         keeper.process.send_signal(signal.SIGSTOP)
         for id in range(64):  # more than the system's buffers take
-            messenger.send(messenger.connection, Message(Kind.RUN, id, keys=(b"k" * 32,) * 1000))
+            messenger.send(messenger.connection, Message(Kind.RUN, id, (0,), (b"k" * 32,) * 1000))
         closing_it = threading.Thread(target=engine.host.close, daemon=True)
         closing_it.start()
         closing_it.join(PATIENCE)
@@ -544,7 +544,8 @@ def test_the_socket_is_for_its_user_alone(keeper):
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
-        encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))),
+        encoded(Message(Kind.RUN, 1, (0,), (b"k" * 32,))),
+        HELLO + encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))),
         encoded(Message(Kind.WELCOME)),
         HELLO + encoded(Message(Kind.TAKE, 1, (0,), (b"k",))),
         HELLO + encoded(Message(Kind.COMMIT, 9, (3, 0))),
@@ -688,7 +689,7 @@ def test_a_number_without_the_files_of_the_region_is_refused(served):
         server.step()
         server.step()
         assert b"another region" in thief.recv(1 << 16)
-    connected.sendall(encoded(Message(Kind.RUN, 1, (), (b"k" * 32,))))
+    connected.sendall(encoded(Message(Kind.RUN, 1, (0,), (b"k" * 32,))))
     server.step()
     assert connected.recv(1 << 16) == encoded(Message(Kind.RAN, 1, (0, 0)))
 

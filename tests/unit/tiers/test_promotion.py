@@ -12,9 +12,10 @@ from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored, Direc
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import promotions, tier_cache
+from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
-from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS, TRIAL_SECONDS
+from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
 from property_tests.strategies import chain
 from tests.unit.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 

@@ -1,4 +1,4 @@
-"""Files below a pool for several models: slots are written whole, and found whichever model comes first.
+"""A keeper over files: whole slots, whichever model comes first; when files are read, and when not.
 
 In one process: the test is the engines, and writes to the region as they do.
 """
@@ -9,11 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.files import FilesBelow
 from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
 from tests.support.host_engine import PATIENCE
 
 SLOTS, BLOCK = 64, mmap.PAGESIZE
@@ -59,19 +61,19 @@ def content(slot):
     return bytes([1 + slot]) * BLOCK
 
 
-def stores(below, memory):
-    """Contents of all slots that KEYS take, as they are when the files have them."""
-    slots = below.keeper.take(ENGINE, 1, KEYS, has_checkpoint=True).all_slots
+def stores(below, memory, keys=KEYS, id=1):
+    """Contents of all slots that these take, as they are when the files have them."""
+    slots = below.keeper.take(ENGINE, id, keys, has_checkpoint=True).all_slots
     for at, slot in enumerate(slots):
         memory[slot * BLOCK : (slot + 1) * BLOCK] = content(at)
-    below.keeper.commit(ENGINE, 1, len(KEYS), below.keeper.planner.has_checkpoints)
+    below.keeper.commit(ENGINE, id, len(keys), below.keeper.planner.has_checkpoints)
     until_so(below, lambda: not below.keeper.below.has_transfers)
     return [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in slots]
 
 
 def loads(below, memory):
     """Contents of the slots that are found, read from files."""
-    assert below.keeper.reads(ENGINE, 2, KEYS, time.monotonic()) is not None
+    assert reads(below) is not None
     ((_, _, leased),) = until_so(below, lambda: not below.keeper.is_reading)
     found = [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in leased.slots]
     below.keeper.release(ENGINE, 2)
@@ -87,9 +89,50 @@ def test_a_slot_is_written_whole_whatever_the_model_has_in_it_that_came_first(tm
 
 
 def test_files_of_a_pool_are_the_same_whichever_of_its_models_comes_first(tmp_path):
-    with pool(tmp_path, SMALL) as (below, memory):
+    """Chunks of three slots: of two groups, or of three."""
+    with pool(tmp_path, model(BLOCK, 2 * BLOCK)) as (below, memory):
+        stored = stores(below, memory)
+    with pool(tmp_path, model(BLOCK, BLOCK, BLOCK)) as (below, memory):
+        assert loads(below, memory) == stored and len(stored) == 9
+    with pool(tmp_path, model(BLOCK)) as (below, memory):
+        assert reads(below) is None, "a chunk of one slot has another folder"
+
+
+def test_nothing_is_read_while_an_engine_of_an_earlier_keeper_may_write_to_any_slot(tmp_path):
+    with pool(tmp_path, LARGE) as (below, memory):
         stores(below, memory)
     with pool(tmp_path, LARGE) as (below, memory):
-        assert loads(below, memory) == [content(at) for at in range(6)]
-    with pool(tmp_path, model(BLOCK)) as (below, memory):
-        assert below.keeper.reads(ENGINE, 2, KEYS, time.monotonic()) is None, "a chunk of one slot has another folder"
+        below.keeper.absent.add(7)
+        assert reads(below) is None and below.keeper.run(ENGINE, 2, KEYS).slots == ()
+        below.keeper.absent.discard(7)
+        assert len(loads(below, memory)) == 6
+
+
+def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_measure_it(tmp_path):
+    with pool(tmp_path, LARGE) as (below, memory):
+        stores(below, memory)
+    with pool(tmp_path, LARGE) as (below, memory):
+        below.keeper.below.edge.break_even.loads_at(0, 1e6)  # three chunks take 25 ms, beside what a promotion takes
+        began = time.monotonic()
+        for nanoseconds, is_read in ((10_000_000, False), (20_000_000, True)):
+            below.keeper._read_at = began
+            assert (reads(below, nanoseconds, now=began) is not None) is is_read
+            below.keeper.release(ENGINE, 2)
+        assert reads(below, 10_000_000, now=began + TRIAL_SECONDS) is not None
+        below.keeper.release(ENGINE, 2)
+        until_so(below, lambda: not below.keeper.below.has_transfers)
+
+
+def test_names_of_several_prompts_are_no_question(tmp_path):
+    """Two prompts are in the files; a question with a chunk of each is refused, and promotes nothing."""
+    with pool(tmp_path, LARGE) as (below, memory):
+        stores(below, memory)
+        stores(below, memory, keys=[b"x" * KEY_BYTES, b"y" * KEY_BYTES], id=3)
+    with pool(tmp_path, LARGE) as (below, memory):
+        with pytest.raises(MisuseError, match="several prompts"):
+            reads(below, keys=[KEYS[0], b"y" * KEY_BYTES])
+        assert len(loads(below, memory)) == 6
+
+
+def reads(below, nanoseconds=0, now=None, keys=KEYS):
+    return below.keeper.reads(ENGINE, 2, keys, time.monotonic() if now is None else now, nanoseconds)
