@@ -6,11 +6,12 @@
                tier is late, loses some, or pauses
 
 The tier holds names (`names.py`), of all namespaces, in slots as large as those of the pool: a chunk with the rows of
-all ranks of an engine. What is read takes slots of the pool as engines' writes do, and of no engine's half.
+all ranks of an engine. What is read takes slots of the pool as engines' writes do, and counts for the engine that asks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.keeper import Keeper, path_of
@@ -131,8 +132,11 @@ class TieredKeeper(Keeper):
     def report_below(self, report: TierReport) -> None:
         """The tier has finished transfers."""
         for ended in self.below.report(report):
-            if isinstance(ended.transfer, LoadTransfer):
-                self._committed(self._promotions.ended(ended, ended.transfer))
+            load = ended.transfer
+            if isinstance(load, LoadTransfer):
+                _, want, _ = self._promotions.slices[load.owner]
+                self._policy.serve(cast(tuple[int, int], want.request.id)[0])
+                self._committed(self._promotions.ended(ended, load))
 
     @property
     def is_reading(self) -> bool:

@@ -123,6 +123,20 @@ def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_
         until_so(below, lambda: not below.keeper.below.has_transfers)
 
 
+def test_chunks_that_are_read_count_for_the_engine_of_the_question(tmp_path):
+    other = 2
+    with pool(tmp_path, LARGE) as (below, memory):
+        stores(below, memory)
+    with pool(tmp_path, LARGE) as (below, memory):
+        below.keeper.join(other, bytes(NAMESPACE_BYTES))
+        assert reads(below) is not None
+        until_so(below, lambda: below.keeper._promotions.slices)
+        below.keeper.take(other, 9, KEYS)
+        below.keeper.commit(other, 9, 1, False)
+        until_so(below, lambda: not below.keeper._promotions.slices)
+        assert (below.keeper.held(ENGINE), below.keeper.held(other)) == (3, 1)
+
+
 def test_names_of_several_prompts_are_no_question(tmp_path):
     """Two prompts are in the files; a question with a chunk of each is refused, and promotes nothing."""
     with pool(tmp_path, LARGE) as (below, memory):
