@@ -47,10 +47,16 @@ class Demotion(Lazy):
         self._arrived.clear()
         super().reset()
 
+    def invalidated(self) -> None:
+        """The tier is left alone: what the host evicts meanwhile is counted, and forgotten."""
+        self._ancestry.sweep()
+
     def plan(self) -> None:
         if self.is_open and not self.is_failing:
             self._store_arrived()
             super().plan()
+        else:
+            self._ancestry.sweep()
 
     def _store_arrived(self) -> None:
         held = self._stores.ledger.held_by_walk()

@@ -78,3 +78,13 @@ def test_a_store_that_was_down_at_the_start_is_queried_once_it_is_up():
     assert isinstance(engine.is_told("two", "abcd"), Pending)
     engine.works_off()
     assert isinstance(engine.asks_as("two", "abcd"), Hit)
+
+
+def test_a_tier_that_never_opens_remembers_nothing_of_what_the_host_evicts():
+    engine = Tiered(host=2, slots=8, device=2)
+    engine.restarts(shut=[0])
+    for number in range(50):
+        engine.host_has(chr(200 + number))
+        engine.steps_below()
+    assert engine.cache.pool.statistics().evictions >= 40
+    assert len(engine.cache.pool._forest.departed) <= 2
