@@ -136,7 +136,7 @@ def kill_all(lives, keeper):
 def survives(model, folder, kills, seed, keeper_at=KeeperProcess, of_all=0):
     """`of_all` of three kills are of a whole node, beside those of engines and of the keeper."""
     draw, back, began = random.Random(seed), [], time.monotonic()
-    of_keeper = 0
+    of_keeper = of_nodes = 0
     with keeper_at(folder, slots=model.slots, block_bytes=model.block_bytes) as keeper:
         lives = Lives(model, keeper, draw)
         try:
@@ -145,6 +145,7 @@ def survives(model, folder, kills, seed, keeper_at=KeeperProcess, of_all=0):
                 time.sleep(draw.uniform(0.0, 0.1))
                 victim = draw.randint(0, ENGINES)
                 if draw.random() * 3 < of_all:
+                    of_nodes += 1
                     kill_all(lives, keeper)
                 elif victim < ENGINES:
                     lives.kill(victim)
@@ -161,7 +162,8 @@ def survives(model, folder, kills, seed, keeper_at=KeeperProcess, of_all=0):
             wait_until(lambda: takes_all(last, model.chunks))  # else a slot was lost
     measured = sorted(each for each in back if each is not None) or [0.0]
     print(
-        f"{kills} kills in {time.monotonic() - began:.0f} s, {of_keeper} of them of the keeper: {sum(lives.served())} "
+        f"{kills} kills in {time.monotonic() - began:.0f} s, {of_keeper} of them of the keeper and "
+        f"{of_nodes} of all: {sum(lives.served())} "
         f"requests served, {lives.loaded()} chunks loaded, no wrong byte, no slot lost; an engine loads again after "
         f"{measured[len(measured) // 2]:.1f} s in the median and {measured[-1]:.1f} s at most ({len(measured)} times)"
     )
