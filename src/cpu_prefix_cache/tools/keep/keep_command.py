@@ -2,8 +2,8 @@
 
 Engines of this user that are given the socket share what they compute, if they have the same model, revision and layout
 (docs/keeper.md). The memory is taken as engines write to it, and counts for the control group of the engine that comes
-first. The keeper needs neither torch nor a GPU. SIGTERM ends it; engines go on, and hand the memory to the next keeper
-at this socket.
+first. With --below, files have what engines have stored, also when all of them and the keeper have ended. The keeper
+needs neither torch nor a GPU. SIGTERM ends it; engines go on, and hand the memory to the next keeper at this socket.
 """
 
 import argparse
