@@ -29,6 +29,8 @@ from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
 
+ROOM_SECONDS = 0.02  # after which it is seen whether the pool has room again for a read that found none
+
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
@@ -51,6 +53,7 @@ class TieredKeeper(Keeper):
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._readings: dict[tuple[int, int], _Reading] = {}  # by engine and the number of its question
         self._now = self._read_at = 0.0  # when a question last began to wait
+        self._advance_at = 0.0  # when to read on: at once where something has come or ended
 
     # Questions that wait
 
@@ -74,6 +77,7 @@ class TieredKeeper(Keeper):
         deadline = min(deadline, now + MOST_MICROSECONDS * MICROSECOND)
         want = self._promotions.note(request, chosen, here, deadline)
         self._readings[engine, id] = _Reading(engine, keys, want)
+        self._advance_at = now
         return deadline
 
     def _worth_it(self, request: Request, here: int, chunk_nanoseconds: int) -> Candidate | None:
@@ -91,12 +95,10 @@ class TieredKeeper(Keeper):
         """Read on. Questions that are answered now, each with its engine and its number: None for one that no engine
         must ask.
         """
-        may_read = True
+        if self._advance_at <= self._now:
+            self._advance()
         for (engine, id), reading in list(self._readings.items()):
             want = reading.want
-            if not want.is_over and self._now < want.deadline:
-                self._policy.serve(engine)
-                may_read = self._promotions.advance(want, may_read, self._now)
             if want.is_over or self._now >= want.deadline:
                 del self._readings[engine, id]
                 try:
@@ -105,6 +107,15 @@ class TieredKeeper(Keeper):
                     yield engine, id, None
                 finally:
                     self._promotions.end(want)  # after the lease that the answer has
+
+    def _advance(self) -> None:
+        """Read more for questions that wait, those that came first before others. It costs as much as they have."""
+        self._advance_at = self._now + ROOM_SECONDS
+        may_read = True
+        for reading in self._readings.values():
+            if not reading.want.is_over and self._now < reading.want.deadline:
+                self._policy.serve(reading.engine)
+                may_read = self._promotions.advance(reading.want, may_read, self._now)
 
     def release(self, engine: int, id: int) -> None:
         reading = self._readings.pop((engine, id), None)
@@ -137,6 +148,7 @@ class TieredKeeper(Keeper):
                 _, want, _ = self._promotions.slices[load.owner]
                 self._policy.serve(cast(tuple[int, int], want.request.id)[0])
                 self._committed(self._promotions.ended(ended, load))
+                self._advance_at = self._now
 
     @property
     def is_reading(self) -> bool:

@@ -6,19 +6,21 @@ In one process: the test is the engines, and writes to the region as they do.
 import mmap
 import time
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.tiered_keeper import ROOM_SECONDS
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.files import FilesBelow
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
-from tests.support.host_engine import PATIENCE
 
 SLOTS, BLOCK = 64, mmap.PAGESIZE
+PATIENCE = 20.0
 NAMESPACE, ENGINE = b"n" * NAMESPACE_BYTES, 1
 KEYS = [letter.encode() * KEY_BYTES for letter in "abc"]
 
@@ -135,6 +137,24 @@ def test_chunks_that_are_read_count_for_the_engine_of_the_question(tmp_path):
         below.keeper.commit(other, 9, 1, False)
         until_so(below, lambda: not below.keeper._promotions.slices)
         assert (below.keeper.held(ENGINE), below.keeper.held(other)) == (3, 1)
+
+
+def test_questions_that_wait_cost_nothing_while_nothing_is_read(tmp_path, monkeypatch):
+    """The keeper answers others meanwhile, and looks at each of these when something may have changed."""
+    with pool(tmp_path, LARGE) as (below, memory):
+        stores(below, memory)
+    with pool(tmp_path, LARGE) as (below, memory):
+        keeper, now = below.keeper, time.monotonic()
+        seen = Mock(wraps=keeper._promotions.advance)
+        monkeypatch.setattr(keeper._promotions, "advance", seen)
+        assert reads(below, now=now) is not None
+        for _ in range(100):
+            assert not list(keeper.step())
+        assert seen.call_count == 1
+        keeper.passed(now + ROOM_SECONDS)
+        assert not list(keeper.step()) and seen.call_count == 2
+        keeper.release(ENGINE, 2)
+        until_so(below, lambda: not below.keeper.below.has_transfers)
 
 
 def test_names_of_several_prompts_are_no_question(tmp_path):
