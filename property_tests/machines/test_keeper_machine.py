@@ -103,6 +103,7 @@ class KeeperMachine(RuleBasedStateMachine):
     """`held[slot]` is what was last committed there; `joined` has the namespace of each engine."""
 
     kind = FULL
+    is_reading = False  # whether anything but engines writes to slots
 
     @initialize(chunks=st.integers(1, 8))
     def begin(self, chunks):
@@ -246,7 +247,7 @@ class KeeperMachine(RuleBasedStateMachine):
         ending = [other.checkpoint for other in self.writes.values()]  # it may have no slot of its own
         is_awaited = any(name in self.writing for name in missing) or checkpoint in ending
         assert not write.checkpoint or write.checkpoint not in ending, "a checkpoint is written twice at once"
-        assert not try_again or self.absent or is_awaited, "there is nothing to wait for"
+        assert not try_again or self.absent or is_awaited or self.is_reading, "there is nothing to wait for"
         for slot in write.slots:
             self.held.pop(slot, None)
         if not try_again:  # of what is refused, too: something may have left for it

@@ -53,6 +53,10 @@ class TieredKeeperMachine(KeeperMachine):
         self.moving, self.ended, self.unfit, self.waiting, self.now = {}, {}, {}, {}, getattr(self, "now", 0.0)
         return TieredKeeper(self.slots, Records(self.file), self.planner, 3 * self.slots)
 
+    @property
+    def is_reading(self):
+        return bool(self.keeper._promotions.slices)
+
     # Questions
 
     @rule(engine=engines, prompt=prompts)

@@ -17,7 +17,9 @@ def wait_until(is_so):
 
 
 class Node(KeeperProcess):
-    """A keeper, with files that have so many slots, or 4 times the pool's."""
+    """A keeper, with files that have so many slots, or 4 times the pool's. It waits long for them."""
+
+    program = ("-m", "tests.unit.keeper.patient_keeper")
 
     def __init__(self, folder, slots=64, block_bytes=CHUNK_BYTES, file_slots=None, **options):
         self.files = folder / "files"
@@ -51,3 +53,9 @@ class Node(KeeperProcess):
 
     def holds(self, slots):
         wait_until(lambda: sum(record is not None for record in self.records()[1]) >= slots)
+
+
+class UsualNode(Node):
+    """One that does not."""
+
+    program = KeeperProcess.program

@@ -17,12 +17,19 @@ from cpu_prefix_cache.keeper.tiered_keeper import ROOM_SECONDS
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.files import FilesBelow
 from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.tiers import promotions
 from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
 
 SLOTS, BLOCK = 64, mmap.PAGESIZE
 PATIENCE = 20.0
 NAMESPACE, ENGINE = b"n" * NAMESPACE_BYTES, 1
 KEYS = [letter.encode() * KEY_BYTES for letter in "abc"]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """On a busy machine reading takes longer than it should, and these tests want what is read."""
+    monkeypatch.setattr(promotions, "PENDING_GRACE_SECONDS", PATIENCE)
 
 
 def model(*sizes, tokens=4):
