@@ -42,6 +42,7 @@ NAMESPACE_BYTES = 16
 KEY_BYTES = 32  # rule 14: keys lead to bytes of other processes
 NOBODY = 0  # no engine has this number
 NUM_COUNTED = 9  # numbers of a `counted`
+MICROSECOND = 1e-6
 MOST_MICROSECONDS = 60_000_000  # for which a question waits for files
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from cpu_prefix_cache.keeper.answers import NOTHING, Leased
 from cpu_prefix_cache.keeper.messenger import Messenger
-from cpu_prefix_cache.keeper.protocol import Kind, Message
+from cpu_prefix_cache.keeper.protocol import MICROSECOND, Kind, Message
 
 ASK_SECONDS = 0.02  # some steps of decode; a keeper answers in less than a millisecond
 LEASE_SECONDS = 2.0  # of a request that is not looked up again
 PAUSE_SECONDS, UNANSWERED = 1.0, 5
-MICROSECOND = 1e-6
 
 
 @dataclass(slots=True, eq=False)

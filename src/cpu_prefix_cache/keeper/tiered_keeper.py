@@ -1,6 +1,6 @@
 """TieredKeeper: a Keeper with a tier below its pool, which outlives keeper and engines.
 
-    commit     what an engine has written goes to the tier, too, at once: nothing tells when all of a node is killed
+    commit     what an engine has written goes to the tier, too, and at once: all of a node may be killed
     reads      the tier has more of a prompt than the pool: it is read, and the question answered later
     step       what is read can be found like anything else, and so the question is answered as any; the same when the
                tier is late, loses some, or pauses
@@ -16,8 +16,7 @@ from typing import cast
 from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.keeper import Keeper, path_of
 from cpu_prefix_cache.keeper.names import named
-from cpu_prefix_cache.keeper.protocol import MOST_MICROSECONDS
-from cpu_prefix_cache.keeper.questions import MICROSECOND
+from cpu_prefix_cache.keeper.protocol import MICROSECOND, MOST_MICROSECONDS
 from cpu_prefix_cache.keeper.records import Records
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS

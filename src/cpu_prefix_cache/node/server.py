@@ -29,6 +29,7 @@ from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.protocol import (
+    MICROSECOND,
     NOBODY,
     VERSION,
     Kind,
@@ -39,7 +40,6 @@ from cpu_prefix_cache.keeper.protocol import (
     check_asked,
     encoded,
 )
-from cpu_prefix_cache.keeper.questions import MICROSECOND
 from cpu_prefix_cache.keeper.shape import planner_of, shared_shape
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
