@@ -4,6 +4,7 @@ Engines compare every byte that they load (`pool_engine.py`). A test waits for w
 word that it has taken them in, so that no engine computes what was to be found.
 """
 
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -62,6 +63,19 @@ def test_all_is_found_after_keeper_and_engines_were_killed(tmp_path, model):
             assert engine.serves(PROMPT) == len(PROMPT)
             engine.rests()
             assert other.serves(PROMPT) == len(PROMPT), "it is in the pool now"
+
+
+def test_a_keeper_that_is_ended_leaves_its_files_to_the_next_one(tmp_path):
+    with Node(tmp_path) as node:
+        with PoolEngine(node.address) as engine:
+            engine.stores(PROMPT)
+            node.holds(len(PROMPT))
+        node.kill(signal.SIGTERM)
+        assert node.process.returncode == 0
+        node.start()
+        with PoolEngine(node.address) as engine:
+            node.has_opened()
+            assert engine.serves(PROMPT) == len(PROMPT)
 
 
 @pytest.mark.parametrize(("forged", "loaded"), [(False, 0), (True, len(PROMPT))])
