@@ -10,9 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from cpu_prefix_cache import MisuseError
+from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.shape import shared_planner
 from cpu_prefix_cache.keeper.tiered_keeper import ROOM_SECONDS
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.files import FilesBelow
@@ -105,6 +106,12 @@ def test_files_of_a_pool_are_the_same_whichever_of_its_models_comes_first(tmp_pa
         assert loads(below, memory) == stored and len(stored) == 9
     with pool(tmp_path, model(BLOCK)) as (below, memory):
         assert reads(below) is None, "a chunk of one slot has another folder"
+
+
+def test_a_chunk_of_more_slots_than_a_record_numbers_has_no_files():
+    assert shared_planner(model(*[BLOCK] * 255), BLOCK).host_blocks_per_chunk == 255
+    with pytest.raises(ConfigurationError, match="256 slots"):
+        shared_planner(model(*[BLOCK] * 256), BLOCK)
 
 
 def test_nothing_is_read_while_an_engine_of_an_earlier_keeper_may_write_to_any_slot(tmp_path):
