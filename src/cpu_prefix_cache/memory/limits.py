@@ -38,12 +38,14 @@ VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def check_fits(num_bytes: int) -> None:
-    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use."""
+def check_fits(num_bytes: int, *, taken_here: bool = True) -> None:
+    """Raise ConfigurationError, with a size that fits, when `num_bytes` bytes are more than this process may use, or
+    others of this machine that take the pages.
+    """
     given = promises()
-    if num_bytes <= _usable(given, attrgetter("most")):
+    if num_bytes <= _usable(given, attrgetter("most"), taken_here):
         return  # whatever of it has been taken
-    usable = _usable(given, attrgetter("num_bytes"))
+    usable = _usable(given, attrgetter("num_bytes"), taken_here)
     if num_bytes > usable:
         raise ConfigurationError(
             f"{num_bytes / 1e9:.2f} GB of host memory were asked for, but this process may use {usable / 1e9:.2f} GB; "
@@ -63,10 +65,13 @@ def groups() -> list[str]:
     return [number for folder, _ in _groups() if (number := _number_of(folder)) is not None]
 
 
-def _usable(promised: Sequence[Promise], size: Callable[[Promise], int]) -> int:
+def _usable(promised: Sequence[Promise], size: Callable[[Promise], int], taken_here: bool = True) -> int:
+    """Pages count for the control groups of the process that takes them."""
     given = [(size(each), each.groups) for each in promised]
-    left = min(_available_bytes() - sum(num_bytes for num_bytes, _ in given), *_allowed_bytes(given))
-    return max(0, left - RESERVED_BYTES)
+    left = [_available_bytes() - sum(num_bytes for num_bytes, _ in given)]
+    if taken_here:
+        left += _allowed_bytes(given)
+    return max(0, min(left) - RESERVED_BYTES)
 
 
 def _available_bytes() -> int:
@@ -79,8 +84,7 @@ def _available_bytes() -> int:
 
 
 def _allowed_bytes(given: Sequence[_Given]) -> Iterator[int]:
-    """Bytes that each control group of this process still allows; first a number that is no limit."""
-    yield sys.maxsize
+    """Bytes that each control group of this process still allows."""
     for folder, files in _groups():
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:

@@ -28,21 +28,22 @@ def private(num_bytes: int, *, taken_ahead: bool = False) -> mmap.mmap:
     return _with_huge_pages(region)
 
 
-def make_shared(num_bytes: int, *, taken_ahead: bool = False) -> tuple[int, mmap.mmap]:
+def make_shared(num_bytes: int, *, taken_ahead: bool = False, taken_here: bool = True) -> tuple[int, mmap.mmap]:
     """The descriptor of a file without a name, to be handed to others and closed, and the region that it is here.
-    `taken_ahead` is as for `claims.claim`.
+    `taken_ahead` is as for `claims.claim`. `taken_here`: this process takes pages of it, so its control groups limit
+    it.
 
     Raises ConfigurationError like `check_fits`, and on a system that has no such files.
     """
     with claims.turn():
-        check_fits(num_bytes)
+        check_fits(num_bytes, taken_here=taken_here)
         file = shared_file.make(num_bytes)
         try:
             region = map_shared(file, num_bytes)
         except BaseException:
             os.close(file)
             raise
-        claims.claim(region, groups(), file, taken_ahead=taken_ahead)
+        claims.claim(region, groups() if taken_here else (), file, taken_ahead=taken_ahead)
     return file, region
 
 

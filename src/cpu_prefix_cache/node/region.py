@@ -38,12 +38,15 @@ class Region:
         return [*map(_identity, files)] == [*map(_identity, self.files)]
 
 
-def make(host_bytes: int, block_bytes: int) -> Region:
-    """Raises ConfigurationError where not even a block fits, or the machine has not so much memory."""
+def make(host_bytes: int, block_bytes: int, *, taken_here: bool = False) -> Region:
+    """`taken_here`: the keeper writes to it, too, beside engines.
+
+    Raises ConfigurationError where not even a block fits, or the machine has not so much memory.
+    """
     num_slots = host_bytes // block_bytes
     if not num_slots:
         raise ConfigurationError(f"a block has {block_bytes} bytes, and the keeper was given {host_bytes}")
-    file, claim = mapping.make_shared(num_slots * block_bytes)
+    file, claim = mapping.make_shared(num_slots * block_bytes, taken_here=taken_here)
     records_file = shared_file.make(records_bytes(num_slots))
     records = _records(records_file)
     records.begin(num_slots, block_bytes)

@@ -216,7 +216,8 @@ class Server:
                     f"a chunk and its checkpoint take {least} of them, and the pool has {self._host_bytes:,} bytes: "
                     "start a keeper with more"
                 )
-            self._open(regions.make(self._host_bytes, block_bytes), first.planner)
+            region = regions.make(self._host_bytes, block_bytes, taken_here=self._tier is not None)
+            self._open(region, first.planner)
         except (ConfigurationError, OSError, OverflowError, MemoryError) as error:
             self._refuse(first, f"no region has blocks of {block_bytes} bytes here: {error}")
 

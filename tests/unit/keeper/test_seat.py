@@ -14,6 +14,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.keeper.shape import spelled
+from cpu_prefix_cache.memory import limits
 from cpu_prefix_cache.memory.shared_file import receive
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.presence import is_present, lock
@@ -77,6 +78,16 @@ def test_a_region_that_is_none_of_the_engines_model_is_not_taken_back():
     region = regions.make(SLOTS * CHUNK_BYTES, CHUNK_BYTES)
     assert regions.adopt(region.files, CHUNK_BYTES, SLOTS + 1) is None
     assert regions.adopt(region.files, CHUNK_BYTES // 2, 1) is None
+
+
+def test_engines_take_the_pages_of_a_pool_and_not_its_keeper(tmp_path, monkeypatch):
+    """A unit of the system gives the keeper 8 GB for a pool of 512. What it reads from files it takes itself."""
+    (tmp_path / "memory.max").write_text(f"{1 << 20}\n")
+    (tmp_path / "memory.current").write_text("0\n")
+    monkeypatch.setattr(limits, "CGROUP", tmp_path)
+    assert regions.make(SLOTS * CHUNK_BYTES, CHUNK_BYTES).num_slots == SLOTS
+    with pytest.raises(ConfigurationError, match="may use"):
+        regions.make(SLOTS * CHUNK_BYTES, CHUNK_BYTES, taken_here=True)
 
 
 def test_an_engine_whose_lock_cannot_be_taken_leaves_nothing_open(keeper):

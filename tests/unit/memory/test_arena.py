@@ -527,6 +527,16 @@ def usable():
     return limits.usable_bytes() + limits.RESERVED_BYTES
 
 
+def test_pages_that_others_take_are_limited_by_the_machine_alone(tmp_path, group):
+    in_group(tmp_path, "0::/own")
+    group(2, "own", limit=8 * GB, used=GB)
+    limits.check_fits(512 * GB, taken_here=False)
+    with pytest.raises(ConfigurationError, match=r"may use 6\.\d+ GB"):
+        limits.check_fits(512 * GB)
+    with pytest.raises(ConfigurationError, match=r"may use 899\.\d+ GB"):
+        limits.check_fits(1000 * GB, taken_here=False)
+
+
 def test_files_that_were_read_and_can_be_read_again_are_not_used(tmp_path, group):
     """A process that has just read its weights, 140 GB of files, and takes 20 itself."""
     in_group(tmp_path, "0::/")
