@@ -67,34 +67,45 @@ def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
     return None if group.is_coded or min(part.shape[1] for part in whole.parts) < direct_bytes else whole
 
 
+class _DirectRun:
+    """Parts of a group that cross in one call of the driver, in slices of at most `most` pieces. Each call costs the
+    engine's process Python's lock, however little it copies."""
+
+    def __init__(self, run: BoundGroup, region: HostRegion) -> None:
+        self._piece, self._block_bytes = run.piece, region.block_bytes
+        self.num_bytes = run.offsets[-1] - run.offsets[0]
+        self.most = max(1, DIRECT_SLICE_BYTES // self.num_bytes)
+        self._parts = [
+            (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
+            for part, offset in zip(run.parts, run.offsets, strict=False)
+            for which in range(run.piece.device_blocks)
+        ]
+
+    def spans(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> Iterator[Span]:
+        for part, which, places in self._parts:
+            address, stride = part.data_ptr(), part.stride(0)
+            begins = [address + block * stride for block in device_blocks[which :: self._piece.device_blocks]]
+            yield from pieces(begins, host_blocks, self._piece.host_blocks, places, self._block_bytes)
+
+
 class Direct:
-    """Copies large blocks without a slot, part after part."""
+    """Copies large blocks without a slot."""
 
     def __init__(self, group: BoundGroup, region: HostRegion) -> None:
         self._piece, self._region = group.piece, region
-        self._parts = [
-            (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
-            for part, offset in zip(group.parts, group.offsets, strict=False)
-            for which in range(group.piece.device_blocks)
-        ]
-        self.slice_pieces = min(_direct_slice(part) for part in group.parts)
+        self._runs = [_DirectRun(run, region) for run in _cuts(group, DIRECT_SLICE_BYTES)]
+        self.slice_pieces = min(run.most for run in self._runs)
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Misfits | None:
         ring.streams.copies.wait(after)
-        width = self._piece.host_blocks
-        for part, which, places in self._parts:
-            address, stride, num_bytes = part.data_ptr(), part.stride(0), part.shape[1]
-            device = [address + block * stride for block in copy.device_blocks[which :: self._piece.device_blocks]]
-            for begin, end in _slices(len(device), num_bytes, _direct_slice(part), is_part):
-                host_blocks = copy.host_blocks[begin * width : end * width]
-                spans = pieces(device[begin:end], host_blocks, width, places, self._region.block_bytes)
+        host, device = self._piece.host_blocks, self._piece.device_blocks
+        for run in self._runs:
+            for begin, end in _slices(len(copy.device_blocks) // device, run.num_bytes, run.most, is_part):
+                ids = copy.device_blocks[begin * device : end * device]
+                spans = run.spans(ids, copy.host_blocks[begin * host : end * host])
                 with ring.turn():
-                    ring.past((end - begin) * num_bytes, self._region.crossing(direction, spans))
+                    ring.past((end - begin) * run.num_bytes, self._region.crossing(direction, spans))
         return None
-
-
-def _direct_slice(part: torch.Tensor) -> int:
-    return max(1, DIRECT_SLICE_BYTES // part.shape[1])
 
 
 class _SlotRun:

@@ -225,7 +225,7 @@ def test_a_store_pauses_before_each_slice_for_loads(monkeypatch, direct):
     monkeypatch.setattr(LoadsFirst, "loading", lambda loads: said.append("loads") or nullcontext())
     bench = Bench(SimulatedStreams(), loads_first=True, direct_bytes=1 if direct else 1 << 20)
     bench.copy(Direction.STORE, [0, 1, 2], [0, 1, 2])
-    assert said == ["pauses"] * (2 if direct else 3)  # a slice for each part, or for each block
+    assert said == ["pauses"] * (1 if direct else 3)  # one slice, or one for each block
     said.clear()
     bench.copy(Direction.LOAD, [0, 1, 2], [0, 1, 2])
     assert said == ["loads"]
@@ -464,6 +464,25 @@ def test_several_parts_are_not_staged_when_all_are_large():
         assert (part[[3, 4]] == POISON).all()
     with pytest.raises(ConfigurationError, match="too small for a part of 140 bytes"):
         StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, direct_bytes=61)
+
+
+@pytest.mark.parametrize(("most", "moves"), [(1024, [16] * 3), (512, [8] * 6), (256, [4] * 12)])
+def test_a_slice_has_all_layers_of_a_block_unless_they_are_too_many_bytes(monkeypatch, most, moves):
+    """Six blocks of eight layers, 512 bytes a block."""
+    monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", most)
+    layers, host, expected = [randoms(6, 64, seed=at) for at in range(8)], poisoned(9, 512), poisoned(9, 512)
+    shapes, driver = shapes_of([layers], [1], 512), SimulatedDriver(SimulatedStreams())
+    copier = simulated_copier(driver, shapes, [layers], host, direct_bytes=64)
+    copies = [GroupCopy(0, (7, 3, 8, 0, 1, 5), (0, 5, 2, 1, 4, 3))]
+    copier.copy(Direction.STORE, copies)
+    ReferenceCopier(shapes, [layers], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [layer.clone() for layer in layers]
+    for layer in layers:
+        layer.fill_(POISON)
+    copier.copy(Direction.LOAD, copies)
+    assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True))
+    assert [count for count, _ in driver.asked] == 2 * moves
 
 
 def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
