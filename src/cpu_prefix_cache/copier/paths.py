@@ -5,9 +5,9 @@ They work slice by slice, and compute what a slice moves just before it is submi
 slice before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,21 +67,34 @@ def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
     return None if group.is_coded or min(part.shape[1] for part in whole.parts) < direct_bytes else whole
 
 
+class Slice(NamedTuple):
+    """The spans of one call of the driver, and their bytes."""
+
+    num_bytes: int
+    spans: Iterable[Span]
+
+
 class _DirectRun:
-    """Parts of a group that cross in one call of the driver, in slices of at most `most` pieces. Each call costs the
-    engine's process Python's lock, however little it copies."""
+    """Parts of a group that cross together, in slices of at most `most` pieces."""
 
     def __init__(self, run: BoundGroup, region: HostRegion) -> None:
         self._piece, self._block_bytes = run.piece, region.block_bytes
-        self.num_bytes = run.offsets[-1] - run.offsets[0]
-        self.most = max(1, DIRECT_SLICE_BYTES // self.num_bytes)
+        self._num_bytes = run.offsets[-1] - run.offsets[0]
+        self.most = max(1, DIRECT_SLICE_BYTES // self._num_bytes)
         self._parts = [
             (part, which, list(columns(offset + which * part.shape[1], part.shape[1], region.block_bytes)))
             for part, offset in zip(run.parts, run.offsets, strict=False)
             for which in range(run.piece.device_blocks)
         ]
 
-    def spans(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> Iterator[Span]:
+    def slices(self, copy: GroupCopy, is_part: bool) -> Iterator[Slice]:
+        host, device = self._piece.host_blocks, self._piece.device_blocks
+        for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self.most, is_part):
+            ids = copy.device_blocks[begin * device : end * device]
+            spans = self._spans(ids, copy.host_blocks[begin * host : end * host])
+            yield Slice((end - begin) * self._num_bytes, spans)
+
+    def _spans(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> Iterator[Span]:
         for part, which, places in self._parts:
             address, stride = part.data_ptr(), part.stride(0)
             begins = [address + block * stride for block in device_blocks[which :: self._piece.device_blocks]]
@@ -89,23 +102,48 @@ class _DirectRun:
 
 
 class Direct:
-    """Copies large blocks without a slot."""
+    """How the large blocks of a group cross without a slot."""
 
     def __init__(self, group: BoundGroup, region: HostRegion) -> None:
-        self._piece, self._region = group.piece, region
         self._runs = [_DirectRun(run, region) for run in _cuts(group, DIRECT_SLICE_BYTES)]
         self.slice_pieces = min(run.most for run in self._runs)
 
-    def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Misfits | None:
+    def slices(self, copy: GroupCopy, is_part: bool) -> Iterator[Iterator[Slice]]:
+        """Slices of each run of parts."""
+        return (run.slices(copy, is_part) for run in self._runs)
+
+
+def past_ring(
+    direction: Direction,
+    copies: Iterable[tuple[Direct, GroupCopy]],
+    ring: Ring,
+    region: HostRegion,
+    after: Event,
+    is_part: bool,
+) -> None:
+    """Copy without a slot. A slice has blocks of several groups if they are few: each costs the engine's process
+    Python's lock several times, however little it copies."""
+    runs = [run for path, copy in copies for run in path.slices(copy, is_part)]
+    if runs:
         ring.streams.copies.wait(after)
-        host, device = self._piece.host_blocks, self._piece.device_blocks
-        for run in self._runs:
-            for begin, end in _slices(len(copy.device_blocks) // device, run.num_bytes, run.most, is_part):
-                ids = copy.device_blocks[begin * device : end * device]
-                spans = run.spans(ids, copy.host_blocks[begin * host : end * host])
-                with ring.turn():
-                    ring.past((end - begin) * run.num_bytes, self._region.crossing(direction, spans))
-        return None
+    for num_bytes, spans in _joined(runs):
+        with ring.turn():
+            ring.past(num_bytes, region.crossing(direction, spans))
+
+
+def _joined(runs: Iterable[Iterable[Slice]]) -> Iterator[Slice]:
+    """The slices of these runs, the last of one with the first of the next if that is not too much."""
+    held = Slice(0, ())
+    for run in runs:
+        for at, new in enumerate(run):
+            if at == 0 and held.num_bytes + new.num_bytes <= DIRECT_SLICE_BYTES:
+                held = Slice(held.num_bytes + new.num_bytes, chain(held.spans, new.spans))
+                continue
+            if held.num_bytes:
+                yield held
+            held = new
+    if held.num_bytes:
+        yield held
 
 
 class _SlotRun:

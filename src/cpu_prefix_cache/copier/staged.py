@@ -30,7 +30,7 @@ from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
 from cpu_prefix_cache.copier.events import AllOf, Event, ReadsOf, Stored
 from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
-from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, Misfits, ThroughRing, round_up, without_ring
+from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, Misfits, ThroughRing, past_ring, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
 from cpu_prefix_cache.copier.sections import in_sections, numbers_of
 from cpu_prefix_cache.copier.streams import LinkStreams, Streams, streams_for
@@ -43,6 +43,9 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 DIRECT_BYTES = 128 * 1024  # from here on direct copies are as fast as the ring's, and wait for no kernel (one H200)
+
+
+Paths = Sequence[tuple[Direct | ThroughRing, GroupCopy]]  # copies, each with its path
 
 
 class StagedCopier(Copier):
@@ -84,7 +87,8 @@ class StagedCopier(Copier):
         self._streams = streams_for(device, SLOTS) if streams is None else streams
         tiling = tiling_on(device) if tiling is None else tiling
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
-        region, groups = HostRegion(host, driver, pinned, seam_bytes), self._binding.groups
+        self._region = region = HostRegion(host, driver, pinned, seam_bytes)
+        groups = self._binding.groups
         direct = [without_ring(group, direct_bytes) for group in groups]
         staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
         num_slots, slot_bytes = _slots(staged, ring_bytes // 2)
@@ -151,9 +155,8 @@ class StagedCopier(Copier):
         filled = [copy for copy in copies if copy.host_blocks]
         with self._submitting(ring.streams, self._loads_first.loading()):
             for at in range(max((len(self._sections[copy.group]) for copy in filled), default=1)):
-                for copy in filled:
-                    for path in self._sections[copy.group][at : at + 1]:
-                        path.submit(Direction.LOAD, copy, ring, after, at > 0)
+                paths = [(path, copy) for copy in filled for path in self._sections[copy.group][at : at + 1]]
+                self._copy(Direction.LOAD, paths, after, at > 0, [])
                 submitted(ring.streams.record())
 
     @contextmanager
@@ -169,12 +172,10 @@ class StagedCopier(Copier):
         self._binding.check(direction, copies)
         ring = self._rings[direction]
         loading = self._loads_first.loading() if direction is Direction.LOAD else nullcontext()
+        paths = [(self._paths[copy.group], copy) for copy in copies if copy.host_blocks]
         coded = list[Misfits]()  # kernels write to their flags: nothing but an end may drop them
         with self._submitting(ring.streams, loading):
-            for copy in (each for each in copies if each.host_blocks):
-                unfit = self._paths[copy.group].submit(direction, copy, ring, after, is_part)
-                if unfit is not None:
-                    coded.append(unfit)
+            self._copy(direction, paths, after, is_part, coded)
             event = ring.streams.record()
         if direction is Direction.LOAD:
             return event
@@ -182,6 +183,16 @@ class StagedCopier(Copier):
         are_gathered = all(isinstance(self._paths[copy.group], ThroughRing) for copy in copies)
         reads = AllOf(kernels) if are_gathered else event
         return Stored(event, reads, lambda: [b for unfit in coded for b in unfit.found()])
+
+    def _copy(self, direction: Direction, paths: Paths, after: Event, is_part: bool, coded: list[Misfits]) -> None:
+        """Copies that need no slot come first: the link is busy with them while kernels wait for a multiprocessor."""
+        ring = self._rings[direction]
+        direct = [(path, copy) for path, copy in paths if isinstance(path, Direct)]
+        past_ring(direction, direct, ring, self._region, after, is_part)
+        for path, copy in paths:
+            unfit = path.submit(direction, copy, ring, after, is_part) if isinstance(path, ThroughRing) else None
+            if unfit is not None:
+                coded.append(unfit)
 
 
 def _by_section(

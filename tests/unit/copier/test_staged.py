@@ -485,6 +485,35 @@ def test_a_slice_has_all_layers_of_a_block_unless_they_are_too_many_bytes(monkey
     assert [count for count, _ in driver.asked] == 2 * moves
 
 
+@pytest.mark.parametrize(
+    ("blocks", "moves"), [((1, 1, 1), [12]), ((1, 3, 1), [12, 8]), ((2, 3, 1), [8] * 3), ((3, 1, 0), [8, 8])]
+)
+def test_a_slice_has_blocks_of_several_groups_if_they_are_few(monkeypatch, blocks, moves):
+    """Groups of four layers, 256 bytes a block; a slice has at most 768, and a group at most 512 of it."""
+    monkeypatch.setattr(paths, "DIRECT_SLICE_BYTES", 768)
+    monkeypatch.setattr(paths, "FIRST_SLICE_BYTES", 512)
+    monkeypatch.setattr(paths, "SMALLEST_SLICE_BYTES", 512)
+    groups = [[randoms(6, 64, seed=4 * group + at) for at in range(4)] for group in range(3)]
+    host, expected = poisoned(9, 256), poisoned(9, 256)
+    shapes, driver = shapes_of(groups, [1, 1, 1], 256), SimulatedDriver(SimulatedStreams(("pack", "in")))
+    copier = simulated_copier(driver, shapes, groups, host, direct_bytes=64)
+    free = iter((7, 3, 8, 0, 1, 5))
+    there = [tuple(range(5, 5 - few, -1)) for few in blocks]
+    copies = [GroupCopy(at, tuple(next(free) for _ in each), each) for at, each in enumerate(there)]
+    copier.copy(Direction.STORE, copies)
+    ReferenceCopier(shapes, groups, expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [[rows.clone() for rows in group] for group in groups]
+    for rows in chain(*groups):
+        rows.fill_(POISON)
+    copier.copy(Direction.LOAD, copies)
+    for group, was, loaded in zip(groups, before, there, strict=True):
+        for block in range(6):
+            expect = [rows[block] if block in loaded else torch.full_like(rows[block], POISON) for rows in was]
+            assert torch.equal(torch.stack([rows[block] for rows in group]), torch.stack(expect))
+    assert [count for count, _ in driver.asked] == 2 * moves
+
+
 def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
     raw = randoms(4, 5000)
     parts = [raw[:, at : at + 500] for at in range(0, 4500, 500)]
