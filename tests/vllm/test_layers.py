@@ -101,12 +101,12 @@ def specs_of(group):
     return [(name, per_layer[name]) for name in group.layer_names]
 
 
-def copied(worker, planner, direction, block):
-    """Copy a piece of each group between host blocks, from 0 on, and the device's, from this on. Whether that went
-    well."""
+def copied(worker, planner, direction, block, apart=0):
+    """Copy a piece of each group between host blocks, from 0 on, and the device's, from this on, those of each group so
+    far from those before. Whether that went well."""
     copies, first = [], 0
     for group, piece in enumerate(planner.pieces):
-        there = tuple(range(block, block + piece.device_blocks))
+        there = tuple(range(block + group * apart, block + group * apart + piece.device_blocks))
         copies.append(GroupCopy(group, tuple(range(first, first + piece.host_blocks)), there))
         first += piece.host_blocks
     number = 0 if direction is Direction.STORE else 1

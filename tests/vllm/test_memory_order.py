@@ -8,11 +8,18 @@ import torch
 from vllm.config import KVTransferConfig, ModelConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from connector.vllm import memory_order
-from connector.vllm.tensors import group_rows
+from connector.vllm.settings import Settings
+from connector.vllm.tensors import _as_bytes, group_rows
+from connector.vllm.worker import WorkerHalf
+from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.memory.parts import side_by_side
 from tests.vllm.engine import vllm_config
+from tests.vllm.test_layers import configure, copied
 
 LAYERS_FIRST, BLOCKS_FIRST = ["LBNHC", "LBHNC"], ["BLNHC", "BLHNC"]
 LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 6, 16, 2, 8
@@ -99,3 +106,49 @@ def test_a_block_is_one_piece_of_all_layers(order):
     (piece,) = side_by_side(group_rows(caches, caches, BLOCKS))
     assert piece.shape == (BLOCKS, LAYERS * TOKENS * HEADS * 2 * SIZE * 4)
     assert len(side_by_side(group_rows(registered("LBNHC"), caches, BLOCKS))) == LAYERS  # the control
+
+
+STATE_TOKENS = 48
+STATES = MambaSpec(  # in pages as large as those of attention
+    block_size=STATE_TOKENS,
+    shapes=((3, 128), (8, 16, 8)),
+    dtypes=(torch.bfloat16, torch.bfloat16),
+    page_size_padded=STATE_TOKENS * 64,
+    mamba_cache_mode="align",
+)
+ATTENTION = FullAttentionSpec(block_size=STATE_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+KINDS = {
+    "states": {f"layer.{at}": ATTENTION if at % 4 == 3 else STATES for at in range(8)},
+    "latents": {f"layer.{at}": LATENT for at in range(3)},
+}
+
+
+@pytest.mark.parametrize("order", [*LAYERS_FIRST, *BLOCKS_FIRST])
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_and_states_come_back_in_any_order_that_vllm_allocates(tmp_path, kind, order):
+    """A user may set VLLM_KV_CACHE_LAYOUT. Other blocks, and what is between views, stay as they are."""
+    config, scheduled, (caches,) = configure(tmp_path, [KINDS[kind]], order)
+    views = allocate_kv_cache(caches, torch.device("cpu"), KVCacheLayout[order])
+    memory = _as_bytes(next(iter(views.values())))
+    before = torch.randint(1, 255, memory.shape, dtype=torch.uint8)
+    memory.copy_(before)
+    blocks = [
+        [view.view(torch.uint8) for name, view in views.items() if name in group.layer_names]
+        for group in caches.kv_cache_groups
+    ]
+    stored = [[view[1 + at].clone() for view in group] for at, group in enumerate(blocks)]
+    worker = WorkerHalf(Settings.of(config, caches), config, caches)
+    worker.register_kv_caches(views)
+    planner = Settings.of(config, scheduled).planner
+    assert copied(worker, planner, Direction.STORE, 1, apart=1)
+    memory.zero_()
+    assert copied(worker, planner, Direction.LOAD, 9, apart=1)
+    worker.close()
+    loaded = memory.clone()
+    assert not torch.equal(loaded, memory.zero_())
+    for at, (group, was) in enumerate(zip(blocks, stored, strict=True)):
+        for view, bytes_of_block in zip(group, was, strict=True):
+            view[9 + at].copy_(bytes_of_block)
+    assert torch.equal(loaded, memory)
+    assert len(blocks) == {"states": 4, "latents": 1}[kind]
