@@ -1,6 +1,7 @@
 """The load of `serve.py` on vLLM's real scheduler with a modelled GPU and link. Needs no GPU; a run takes a minute.
 
     python -m benchmarks.vllm.serve_simulated TRACE [--connectors ours null] [--host-blocks 20480] [--kept 1.0]
+    python -m benchmarks.vllm.serve_simulated TRACE --model hybrid --device-blocks 1000 --host-blocks 2409
 
     ours    loads and stores take their time on the link: behind the steps and stores that they must wait for, one load
             and one store at a time. The ranks see an end when they have launched a step, and report it when it is over
@@ -28,7 +29,7 @@ from cpu_prefix_cache.deciding import Direction, RankReport, TransferPlan
 
 BASE_SECONDS, PREFILL_SECONDS = 0.0088, 29e-6
 SCHEDULE_SECONDS, LAUNCH_SECONDS, IDLE_SECONDS, UPDATE_SECONDS = 0.0012, 0.004, 0.0015, 0.0006
-BLOCK_BYTES = 2 << 20
+MODELS = {"llama": vllm_simulated.LLAMA, "hybrid": vllm_simulated.HYBRID}
 LINK_GB_PER_SECOND = 50.0  # of each direction, with both in use
 PORTION_SECONDS = 0.0013  # of a load that goes in portions with stores
 SOON_SECONDS = 0.018  # the ranks of an idle engine name a load so long before its end
@@ -38,9 +39,9 @@ UNDER_WAY = 2  # steps
 class Machine:
     """A rank: when its GPU and both directions of its link are free, and when each transfer has ended."""
 
-    def __init__(self, host_blocks: int, kept: float, link: float) -> None:
-        self._host_blocks = host_blocks
-        self._scale = kept * BLOCK_BYTES / vllm_simulated.ATTENTION.page_size_bytes / (link * 1e9)
+    def __init__(self, host_blocks: int, scale: float) -> None:
+        """`scale` are the seconds that a byte takes on the link."""
+        self._host_blocks, self._scale = host_blocks, scale
         self._ends: dict[int, float] = {}
         self._done: set[int] = set()
         self._failed: set[int] = set()
@@ -116,10 +117,11 @@ class Serving:
         self, shares: list[list[serve_trace.Request]], folder: Path, args: argparse.Namespace, kept: float
     ) -> None:
         sizes = vllm_simulated.Sizes(args.device_blocks, args.host_blocks)
-        self._engine = vllm_simulated.Engine((vllm_simulated.OURS, {"offload": "lazy"}), folder, sizes)
+        ours, model = (vllm_simulated.OURS, {"offload": args.offload}), MODELS[args.model]
+        self._engine = vllm_simulated.Engine(ours, folder, sizes, model=model)
         self._half = self._engine.scheduler.connector.scheduler
         self._half.clock = lambda: self.now
-        self.machine = Machine(args.host_blocks, kept, args.link)
+        self.machine = Machine(args.host_blocks, kept / (args.link * 1e9))
         self._users, self._block_tokens = [deque(share) for share in shares], args.block_tokens
         self._owners: dict[str, tuple[int, float]] = {}  # the user of a request, and when it came
         self._unanswered: set[str] = set()
@@ -200,6 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--connectors", nargs="+", choices=["ours", "null"], default=["null", "ours"])
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--offload", choices=["lazy", "eager"], default="lazy")
     parser.add_argument("--users", type=int, default=24)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--block-tokens", type=int, default=64)

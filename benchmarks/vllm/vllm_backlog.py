@@ -36,7 +36,7 @@ class MachineWithTier(serve_simulated.Machine):
     """Writes take no time."""
 
     def __init__(self, host_blocks: int, tier_gb: float) -> None:
-        super().__init__(host_blocks, kept=1.0, link=serve_simulated.LINK_GB_PER_SECOND)
+        super().__init__(host_blocks, 1 / (serve_simulated.LINK_GB_PER_SECOND * 1e9))
         self._rate = tier_gb * 1e9
         self._free_below = 0.0
         self._ends_below: dict[int, float] = {}
@@ -74,7 +74,8 @@ class Backlog(serve_simulated.Serving):
         tier = {"kind": "file", "path": str(folder), "bytes": size, "revision": "none", "offload": "eager"}
         options = {"offload": "eager", "tier": tier}
         sizes = vllm_simulated.Sizes(device, host, requests=slots)
-        self._engine = vllm_simulated.Engine((vllm_simulated.OURS, options), folder, sizes)
+        model = vllm_simulated.Model((LLAMA_8B,))
+        self._engine = vllm_simulated.Engine((vllm_simulated.OURS, options), folder, sizes, model=model)
         self._half = self._engine.scheduler.connector.scheduler
         self._half.clock = lambda: self.now
         if not is_queued:
@@ -162,8 +163,7 @@ def main() -> None:
     parser.add_argument("--device-blocks", type=int, default=2048)
     parser.add_argument("--host-blocks", type=int, default=4096)
     args = parser.parse_args()
-    vllm_simulated.Scheduler, vllm_simulated.ATTENTION = AsyncScheduler, LLAMA_8B
-    vllm_simulated.BLOCK, serve_simulated.BLOCK_BYTES = BLOCK, LLAMA_8B.page_size_bytes
+    vllm_simulated.Scheduler = AsyncScheduler
     for row in rows(args):
         print(row, flush=True)
 

@@ -1,5 +1,6 @@
 """vLLM's real scheduler with a connector, and a worker that computes and copies nothing. Needs no GPU.
 
+Model       the groups of layers whose blocks a pool has
 Engine      submit and step; the CPU time that the connector takes in each step
 a worker    the reports that a connector's worker half makes of its plans, as if copies ended some steps later
 """
@@ -22,10 +23,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
@@ -37,6 +49,15 @@ from cpu_prefix_cache.deciding import Direction, RankReport
 BLOCK = 16
 MAX_MODEL_LEN = 40_960
 ATTENTION = FullAttentionSpec(block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+STATE_BLOCK = 272
+LARGE_ATTENTION = FullAttentionSpec(block_size=STATE_BLOCK, num_kv_heads=4, head_size=256, dtype=torch.bfloat16)
+STATES = MambaSpec(
+    block_size=STATE_BLOCK,
+    shapes=((3, 8192), (32, 128, 128)),
+    dtypes=(torch.bfloat16, torch.bfloat16),
+    page_size_padded=LARGE_ATTENTION.page_size_bytes,
+    mamba_cache_mode="align",
+)
 OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
 Kind = tuple[dict[str, Any], dict[str, Any]] | None  # the connector and its own options; None: no connector
@@ -51,8 +72,39 @@ CALLS = (
 
 
 @dataclass(frozen=True)
+class Model:
+    """The kinds of its groups, each of so many layers. All have blocks of the same tokens, and pages of one size."""
+
+    groups: tuple[KVCacheSpec, ...]
+    layers: int = 1
+
+    @property
+    def block_tokens(self) -> int:
+        return self.groups[0].block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.groups[0].page_size_bytes
+
+    def caches(self, blocks: int) -> KVCacheConfig:
+        """Groups lie over each other: a block is of one of them."""
+        groups = [
+            KVCacheGroupSpec([f"{number}.layer.{at}" for at in range(self.layers)], spec)
+            for number, spec in enumerate(self.groups)
+        ]
+        size, page = blocks * self.block_bytes, self.groups[0].page_size_bytes
+        tensors = [KVCacheTensor(size, group.layer_names, size // self.layers, page) for group in groups]
+        return KVCacheConfig(blocks, tensors, groups)
+
+
+ONE_LAYER = Model((ATTENTION,))
+LLAMA = Model((ATTENTION,), layers=32)  # 3.1, 8B
+HYBRID = Model((STATES, STATES, STATES, LARGE_ATTENTION), layers=8)  # Qwen 3.5, 9B, as vLLM groups its layers
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """Blocks of 16 tokens of device and host, requests that run at once, and tokens that a step may compute."""
+    """Blocks of device and host, requests that run at once, and tokens that a step may compute."""
 
     device_blocks: int
     host_blocks: int
@@ -173,13 +225,13 @@ class Engine:
     """A scheduler with a connector. For each step, `steps` has the seconds that the connector took, and `tokens` how
     many it computed."""
 
-    def __init__(self, kind: Kind, folder: Path, sizes: Sizes, copy_steps: int = 1) -> None:
+    def __init__(self, kind: Kind, folder: Path, sizes: Sizes, copy_steps: int = 1, model: Model = ONE_LAYER) -> None:
         self.worker = Worker(copy_steps) if kind is None else worker_for(kind[0], copy_steps, sizes.host_blocks)
-        self.scheduler = _scheduler(kind, folder, sizes)
+        self.scheduler = _scheduler(kind, folder, sizes, model)
         self.steps: list[float] = []
         self.tokens: list[int] = []
         self._taken = 0.0
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(model.block_tokens, sha256)
         self._names = iter(range(10**9))
         for name in CALLS if kind is not None else ():
             self._time(name)
@@ -224,7 +276,8 @@ class Engine:
         return request.num_computed_tokens >= request.num_tokens
 
 
-def _scheduler(kind: Kind, folder: Path, sizes: Sizes) -> Scheduler:
+def _scheduler(kind: Kind, folder: Path, sizes: Sizes, model: Model) -> Scheduler:
+    block = model.block_tokens
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN
@@ -236,20 +289,21 @@ def _scheduler(kind: Kind, folder: Path, sizes: Sizes) -> Scheduler:
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
         ),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=None if kind is None else _transfer(*kind, sizes.host_blocks),
+        kv_transfer_config=None if kind is None else _transfer(*kind, sizes.host_blocks * model.block_bytes),
     )
     config.scheduler_config.async_scheduling = issubclass(Scheduler, AsyncScheduler)  # on CPUs vLLM turns it off
     config.cache_config.num_gpu_blocks = sizes.device_blocks
-    size = sizes.device_blocks * ATTENTION.page_size_bytes
-    tensor = KVCacheTensor(size, ["layer.0"], layer_stride=size, block_stride=ATTENTION.page_size_bytes)
-    caches = KVCacheConfig(sizes.device_blocks, [tensor], [KVCacheGroupSpec(["layer.0"], ATTENTION)])
-    return Scheduler(config, caches, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK)
+    if STATES in model.groups:
+        config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size = "align", block
+    caches = model.caches(sizes.device_blocks)
+    scheduled, hashed = resolve_kv_cache_block_sizes(caches, config)
+    return Scheduler(config, caches, StructuredOutputManager(config), block_size=scheduled, hash_block_size=hashed)
 
 
-def _transfer(connector: dict[str, Any], options: dict[str, Any], host_blocks: int) -> KVTransferConfig:
-    options = {"cpu_bytes_to_use": host_blocks * ATTENTION.page_size_bytes, **options}
+def _transfer(connector: dict[str, Any], options: dict[str, Any], host_bytes: int) -> KVTransferConfig:
+    options = {"cpu_bytes_to_use": host_bytes, **options}
     return KVTransferConfig(
         **connector, kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=options
     )

@@ -60,6 +60,12 @@ def test_blocks_that_have_left_the_device_are_found_on_the_host(engine, hits, pr
     assert again.found.num_external_cached_tokens == running.worker.loaded * 16 > 0
 
 
+def test_states_that_have_left_the_device_are_found_on_the_host(module, engine, hits, prompt):
+    running = engine("ours-lazy", 60, 400, model=module("vllm_simulated").HYBRID)
+    *_, again = hits.serve(running, [[prompt(session, 60) for session in (1, 2, 3, 4, 1)]], BLOCK_TOKENS)
+    assert again.found.num_external_cached_tokens == 60 * BLOCK_TOKENS // 272 * 272
+
+
 def test_vllm_alone_finds_nothing_that_has_left_the_device(engine, hits, prompt):
     *_, again = hits.serve(engine("none", 60, 0), [[prompt(session, 10) for session in (1, 2, 3, 1)]], BLOCK_TOKENS)
     assert again.found.num_cached_tokens == 0
