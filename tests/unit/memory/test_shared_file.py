@@ -108,7 +108,7 @@ def offered_by():
         yield name, listening
 
 
-def test_a_file_that_anotheruser_offers_is_not_taken(offered_by, monkeypatch):
+def test_a_file_that_another_user_offers_is_not_taken(offered_by, monkeypatch):
     monkeypatch.setattr(shared_file, "user_of", lambda _: NOBODY)
     with pytest.raises(ConfigurationError, match="another user"):
         take_file(offered_by[0])
