@@ -8,6 +8,7 @@
 A keeper that does not answer costs UNANSWERED requests their deadline; then none is sent for a pause.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,9 @@ class Questions:
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
-        self._of: dict[Hashable, Question] = {}  # by request, in the order in which they were sent
+        self._of: dict[Hashable, Question] = {}  # by request
         self._open: dict[int, Question] = {}  # not answered yet
+        self._next_deadline = math.inf  # no deadline is sooner
         self._unanswered_in_a_row = 0
         self._silent_until = 0.0
         self.asked = self.unanswered = 0
@@ -64,8 +66,9 @@ class Questions:
         """None while no question is sent, because nobody answers. Computing a chunk takes so long; 0: nobody knows."""
         if not self._messenger.is_up or now < self._silent_until:
             return None
-        question = Question(id, self._messenger.connection, keys, now + ASK_SECONDS)
+        question = Question(id, self._messenger.connection, keys, now)
         self._of[request] = self._open[id] = question
+        self._wait(question, now + ASK_SECONDS)
         self.asked += 1
         self._messenger.send(question.connection, Message(Kind.RUN, id, (chunk_nanoseconds,), keys))
         return question
@@ -74,14 +77,15 @@ class Questions:
         """`now` is when the engine reads the answer: what it did before may have taken longer than a lease lasts."""
         question = self._open.pop(message.id, None)
         if question is not None and question.connection == connection:
-            question.leased, question.deadline = Leased.of(message.numbers), now + LEASE_SECONDS
+            question.leased = Leased.of(message.numbers)
+            self._wait(question, now + LEASE_SECONDS)
             self._unanswered_in_a_row = 0
 
     def reading(self, connection: int, message: Message, now: float) -> None:
         """The answer waits for files, so long at most. It may come as late as others."""
         question = self._open.get(message.id)
         if question is not None and question.connection == connection:
-            question.deadline = now + message.numbers[0] * MICROSECOND + ASK_SECONDS
+            self._wait(question, now + message.numbers[0] * MICROSECOND + ASK_SECONDS)
             self._unanswered_in_a_row = 0
 
     def take(self, request: Hashable, keys: Sequence[bytes]) -> Question | None:
@@ -99,20 +103,30 @@ class Questions:
 
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds."""
+        if now < self._next_deadline:
+            return
+        for request, question in list(self._of.items()):
+            if question.id not in self._open and now >= question.deadline:
+                self.give_up(question)
+                del self._of[request]
         late = [each for each in self._open.values() if now >= each.deadline]
         for question in late:
             self.give_up(question)
-            question.leased, question.deadline = NOTHING, now + LEASE_SECONDS
+            question.leased = NOTHING
+            self._wait(question, now + LEASE_SECONDS)
             self.unanswered += 1
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED:
                 self._unanswered_in_a_row, self._silent_until = 0, now + PAUSE_SECONDS
-        while self._of and now >= (first := next(iter(self._of.values()))).deadline:
-            self.give_up(first)
-            del self._of[next(iter(self._of))]
+        self._next_deadline = min((each.deadline for each in self._of.values()), default=math.inf)
 
     def reset(self) -> None:
         """Give up all."""
         for question in self._of.values():
             self.give_up(question)
         self._of.clear()
+
+    def _wait(self, question: Question, deadline: float) -> None:
+        """For an answer, or for the request that it is for."""
+        question.deadline = deadline
+        self._next_deadline = min(self._next_deadline, deadline)

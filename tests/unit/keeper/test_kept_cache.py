@@ -137,6 +137,18 @@ def test_a_request_waits_for_files_until_the_keeper_has_promised_an_answer():
     assert engine.cache.lookup(request, 0, 0.4) == Hit(2 * GRID)
 
 
+def test_a_lease_ends_in_time_behind_a_question_that_waits_for_files():
+    engine = Engine()
+    assert isinstance(engine.cache.lookup(Request("slow", KEYS, 4 * GRID), 0, 0.0), Pending)
+    engine.line.answer(Kind.READING, 60_000_000)
+    engine.finds("r")
+    engine.cache.passed(1.9)
+    assert Kind.RELEASE not in engine.line.kinds()
+    engine.cache.passed(2.0)
+    assert engine.line.kinds().count(Kind.RELEASE) == 1
+    assert engine.cache.lookup(Request("slow", KEYS, 4 * GRID), 0, 2.0) == Pending(60 + ASK_SECONDS)
+
+
 def test_questions_go_on_to_a_keeper_that_reads_files_for_long():
     engine = Engine()
     for number in range(2 * UNANSWERED):
