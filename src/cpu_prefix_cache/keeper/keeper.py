@@ -252,7 +252,7 @@ def path_of(names: Sequence[bytes], pool: BlockPool) -> Sequence[int]:
     """The nodes of those that a pool has, from the first on. Raises MisuseError for names of several prompts."""
     end = pool.resident_run(names, 0, len(names))
     deepest = pool.find(names[end - 1]) if end else None
-    path = () if deepest is None else pool.path(deepest, end)
+    path = () if deepest is None else pool.path(deepest, pool.depth(deepest))
     if pool.keys_of(path) != names[:end]:
         raise MisuseError("a key is that of all tokens up to the end of its chunk; these are of several prompts")
     return path

@@ -250,7 +250,7 @@ def key(letter):
 
 
 @pytest.mark.parametrize("ask", ["run", "take"])
-@pytest.mark.parametrize("prompt", ["yk", "xx", "xyk", "xkk"])
+@pytest.mark.parametrize("prompt", ["yk", "xx", "xyk", "xkk", "k"])
 def test_keys_of_several_prompts_get_no_slot_and_break_nothing(ask, prompt):
     node = Node()
     for stored in ("xk", "y"):
