@@ -65,13 +65,16 @@ class TieredKeeper(Keeper):
         if self.absent or not self.below.can_be_read:
             return None
         names = named(asks.namespace, keys)
-        here = self._resumed(names, self._path(names))[0] * self.planner.grid_tokens
+        depth, _ = self._resumed(names, self._path(names))
+        if depth == len(names):
+            return None
+        path_of(names, self.below.pool)
+        here = depth * self.planner.grid_tokens
         request = Request((engine, id), names, len(names) * self.planner.grid_tokens + 1)
         chosen = self._worth_it(request, here, chunk_nanoseconds)
         if chosen is None:
             return None
         self._read_at = now
-        path_of(names, self.below.pool)
         deadline = self._promotions.deadline(now, self._promotions.queue_bytes + chosen.num_bytes)
         deadline = min(deadline, now + MOST_MICROSECONDS * MICROSECOND)
         want = self._promotions.note(request, chosen, here, deadline)

@@ -182,5 +182,15 @@ def test_names_of_several_prompts_are_no_question(tmp_path):
         assert len(loads(below, memory)) == 6
 
 
+def test_a_chunk_that_files_have_of_another_prompt_is_no_question(tmp_path):
+    with pool(tmp_path, RANKS) as (below, memory):
+        stores(below, memory, keys=KEYS[:2])
+    with pool(tmp_path, RANKS) as (below, memory):
+        below.keeper.take(ENGINE, 3, KEYS[1:2])
+        below.keeper.commit(ENGINE, 3, 1, False)
+        with pytest.raises(MisuseError, match="several prompts"):
+            reads(below, keys=KEYS[1:2])
+
+
 def reads(below, nanoseconds=0, now=None, keys=KEYS):
     return below.keeper.reads(ENGINE, 2, keys, time.monotonic() if now is None else now, nanoseconds)
