@@ -223,12 +223,12 @@ class Server:
 
     def _open(self, region: Region, planner: HybridChunkPlanner, absent: Sequence[int] = ()) -> None:
         """`absent`: beside engines that live, who may still write to it. NOBODY is for those that ended just now."""
-        self._region = region
-        self._keeper = self._new_keeper(region, planner)
-        self._keeper.absent.update(each for each in range(1, MOST_ENGINES + 1) if is_present(region.files[1], each))
-        self._keeper.absent.update(absent)
+        keeper = self._new_keeper(region, planner)
+        keeper.absent.update(each for each in range(1, MOST_ENGINES + 1) if is_present(region.files[1], each))
+        keeper.absent.update(absent)
         with _uncollected():
-            found = self._keeper.recover()
+            found = keeper.recover()
+        self._region, self._keeper = region, keeper
         logger.info("%d slots of %d bytes, %d of them found", region.num_slots, region.block_bytes, found)
         if region.num_slots != self._host_bytes // region.block_bytes:
             logger.warning("the region that was handed back has its own size: to change it, end all engines first")
@@ -238,8 +238,10 @@ class Server:
             try:
                 self._below = FilesBelow(self._tier, region, planner)
                 return self._below.keeper
-            except ConfigurationError as error:
+            except (ConfigurationError, OSError, OverflowError) as error:
                 logger.error("nothing is below this pool: %s", error)
+            except MemoryError:
+                logger.error("nothing is below this pool: there is no memory for an index of so many slots")
         return Keeper(region.num_slots, region.records, planner)
 
     def _welcome(self, connection: _Connection) -> None:

@@ -225,6 +225,13 @@ def test_files_that_cannot_be_made_leave_the_pool_as_it_is(tmp_path):
         assert "cannot be opened" in node.log.read_text() and not node.is_open()
 
 
+def test_files_of_more_slots_than_there_is_memory_for_leave_the_pool_as_it_is(tmp_path):
+    with Node(tmp_path, below=f"file:{tmp_path}:2000PiB") as node, PoolEngine(node.address) as engine:
+        engine.stores(PROMPT)
+        assert engine.serves(PROMPT) == len(PROMPT)
+        assert "no memory for an index" in node.log.read_text() and not node.is_open()
+
+
 def test_a_keeper_with_files_imports_no_torch(tmp_path):
     with Node(tmp_path) as node, PoolEngine(node.address) as engine:
         engine.stores(PROMPT)
