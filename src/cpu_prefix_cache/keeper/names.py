@@ -4,7 +4,7 @@ An engine's key identifies a prompt, and its namespace a model, a revision and a
 a key, so that records and files take it for one. To find two texts that have one name in two namespaces is as hard as
 to find two texts with one digest.
 
->>> one, other = (named(each * NAMESPACE_BYTES, [b"k" * KEY_BYTES])[0] for each in (b"1", b"2"))
+>>> one, other = (named(each * 16, [b"k" * KEY_BYTES])[0] for each in (b"1", b"2"))
 >>> len(one), one == other
 (32, False)
 """
