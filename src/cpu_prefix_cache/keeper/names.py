@@ -10,10 +10,13 @@ to find two texts with one digest.
 """
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES
+
+_NAME = struct.Struct(f"{KEY_BYTES}s")
 
 
 def named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
@@ -21,7 +24,7 @@ def named(namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
     length = len(keys) * KEY_BYTES
     mask = int.from_bytes(_mask(namespace) * len(keys))
     joined = (int.from_bytes(b"".join(keys)) ^ mask).to_bytes(length)
-    return [joined[at : at + KEY_BYTES] for at in range(0, length, KEY_BYTES)]
+    return [name for (name,) in _NAME.iter_unpack(joined)]
 
 
 @lru_cache
