@@ -52,7 +52,7 @@ class TieredKeeper(Keeper):
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._readings: dict[tuple[int, int], _Reading] = {}  # by engine and the number of its question
         self._now = self._read_at = 0.0  # when a question last began to wait
-        self._advance_at = 0.0  # when to read on: at once where something has come or ended
+        self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
     # Questions that wait
 
@@ -79,7 +79,7 @@ class TieredKeeper(Keeper):
         deadline = min(deadline, now + MOST_MICROSECONDS * MICROSECOND)
         want = self._promotions.note(request, chosen, here, deadline)
         self._readings[engine, id] = _Reading(engine, keys, want)
-        self._advance_at = now
+        self._step_at = now
         return deadline
 
     def _worth_it(self, request: Request, here: int, chunk_nanoseconds: int) -> Candidate | None:
@@ -97,8 +97,10 @@ class TieredKeeper(Keeper):
         """Read on. Questions that are answered now, each with its engine and its number: None for one that no engine
         must ask.
         """
-        if self._advance_at <= self._now:
-            self._advance()
+        if self._now < self._step_at:
+            return
+        self._advance()
+        self._step_at = self._now + ROOM_SECONDS
         for (engine, id), reading in list(self._readings.items()):
             want = reading.want
             if want.is_over or self._now >= want.deadline:
@@ -108,23 +110,31 @@ class TieredKeeper(Keeper):
                 except MisuseError:
                     yield engine, id, None
                 finally:
-                    self._promotions.end(want)  # after the lease that the answer has
+                    self._end(want)  # after the lease that the answer has
+        self._step_at = min((self._step_at, *(each.want.deadline for each in self._readings.values())))
 
     def _advance(self) -> None:
-        """Read more for questions that wait, those that came first before others. It costs as much as they have."""
-        self._advance_at = self._now + ROOM_SECONDS
+        """Read more for questions that wait, those that came first before others. One that has not begun, behind one
+        that finds no room, costs nothing.
+        """
         may_read = True
         for reading in self._readings.values():
-            if not reading.want.is_over and self._now < reading.want.deadline:
+            want = reading.want
+            if (may_read or want.has_begun) and not want.is_over and self._now < want.deadline:
                 self._policy.serve(reading.engine)
-                may_read = self._promotions.advance(reading.want, may_read, self._now)
+                may_read = self._promotions.advance(want, may_read, self._now)
+
+    def _end(self, want: Want) -> None:
+        """Others find room where it was."""
+        self._promotions.end(want)
+        self._step_at = self._now
 
     def release(self, engine: int, id: int) -> None:
         reading = self._readings.pop((engine, id), None)
         if reading is None:
             super().release(engine, id)
         else:
-            self._promotions.end(reading.want)
+            self._end(reading.want)
 
     def leave(self, engine: int) -> None:
         for other, id in list(self._readings):
@@ -150,7 +160,7 @@ class TieredKeeper(Keeper):
                 _, want, _ = self._promotions.slices[load.owner]
                 self._policy.serve(cast(tuple[int, int], want.request.id)[0])
                 self._committed(self._promotions.ended(ended, load))
-                self._advance_at = self._now
+                self._step_at = self._now
 
     @property
     def is_reading(self) -> bool:

@@ -171,6 +171,23 @@ def test_questions_that_wait_cost_nothing_while_nothing_is_read(tmp_path, monkey
         until_so(below, lambda: not below.keeper.below.has_transfers)
 
 
+def test_questions_behind_one_that_finds_no_room_cost_nothing(tmp_path, monkeypatch):
+    """A quarter of the pool is read into at once: the first prompt takes it, and the second finds none."""
+    prompts = [[f"{name}{at}".encode().ljust(KEY_BYTES) for at in range(SLOTS // 8)] for name in "abc"]
+    with pool(tmp_path, LARGE) as (below, memory):
+        for id, keys in enumerate(prompts):
+            stores(below, memory, keys=keys, id=id)
+    with pool(tmp_path, LARGE) as (below, memory):
+        keeper, now = below.keeper, time.monotonic()
+        seen = Mock(wraps=keeper._promotions.advance)
+        monkeypatch.setattr(keeper._promotions, "advance", seen)
+        for id, keys in enumerate(prompts):
+            assert keeper.reads(ENGINE, id, keys, now) is not None
+        assert not list(keeper.step()) and seen.call_count == 2
+        answered = until_so(below, lambda: not keeper.is_reading)
+        assert [leased.depth for _, _, leased in answered] == [SLOTS // 8] * len(prompts)
+
+
 def test_names_of_several_prompts_are_no_question(tmp_path):
     """Two prompts are in the files; a question with a chunk of each is refused, and promotes nothing."""
     with pool(tmp_path, LARGE) as (below, memory):
