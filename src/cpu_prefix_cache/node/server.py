@@ -19,11 +19,13 @@ import gc
 import logging
 import os
 import select
+import signal
 import socket
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
@@ -104,14 +106,27 @@ class Server:
         self._leaving = set[int]()
         self._gone_at: dict[int, float] = {}  # when the lock of one that is leaving, or absent, was first seen free
         self._full_until: float | None = None
+        self._wakes: tuple[socket.socket, ...] = ()
+        self._is_ended = False
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
 
     def serve(self) -> None:
-        """Serve until the process ends."""
+        """Serve until it is ended."""
         gc.freeze()  # the modules: looking through them took 32 ms, longer than a request waits for its answer
-        while True:
+        while not self._is_ended:
             self.step()
+
+    def end_by(self, sign: int) -> None:
+        """Have a signal end `serve`, between two steps. Called by the first thread."""
+        woken, wakes = self._wakes = socket.socketpair()
+        self._poll.register(woken, select.POLLIN)
+        wakes.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
+        signal.signal(sign, self._end)
+
+    def _end(self, _signal: int, _frame: FrameType | None) -> None:
+        self._is_ended = True
 
     def step(self) -> None:
         """Wait for what comes next, and answer it."""

@@ -78,6 +78,19 @@ def test_a_keeper_that_is_ended_leaves_its_files_to_the_next_one(tmp_path):
             assert engine.serves(PROMPT) == len(PROMPT)
 
 
+class EndedNode(Node):
+    program = ("-m", "tests.unit.keeper.ended_keeper")
+
+
+def test_a_keeper_that_is_ended_while_it_begins_to_write_has_written(tmp_path):
+    with EndedNode(tmp_path) as node, PoolEngine(node.address) as engine:
+        engine.serves(PROMPT)
+        engine.rests()
+        assert node.process.wait(PATIENCE) == 0
+        node.holds(len(PROMPT))
+        assert "Traceback" not in node.log.read_text()
+
+
 @pytest.mark.parametrize(("forged", "loaded"), [(False, 0), (True, len(PROMPT))])
 def test_a_damaged_file_is_a_miss_and_bytes_that_differ_would_show(tmp_path, forged, loaded):
     with Node(tmp_path) as node:

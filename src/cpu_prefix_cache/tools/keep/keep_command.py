@@ -10,7 +10,6 @@ import argparse
 import logging
 import signal
 import sys
-from types import FrameType
 
 from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -57,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     host_bytes = parse_bytes(args.host_bytes)
     check_fits(host_bytes)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _end)
     server = Server(
         args.socket,
         host_bytes,
@@ -65,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         settle_seconds=args.settle_seconds,
         below=None if args.below is None else _below(args.below),
     )
+    server.end_by(signal.SIGTERM)
     print(f"keeping {args.host_bytes} at {args.socket}", flush=True)
     try:
         server.serve()
@@ -80,7 +79,3 @@ def _below(text: str) -> FileTier:
             "engines with memory of their own"
         )
     return parse_file_tier(text)
-
-
-def _end(_signal: int, _frame: FrameType | None) -> None:
-    sys.exit(0)
