@@ -131,6 +131,7 @@ def test_the_region_comes_back_to_a_keeper_whose_files_are_there(tmp_path):
         engine.stores("abc")
         node.holds(3)
         engine.stores("xyz")
+        node.holds(6)
         node.kill()
         engine.serves("uvw")
         engine.rests()
