@@ -47,6 +47,22 @@ def test_a_dropped_state_that_no_logit_shows_is_found_all_the_same(dtype):
     assert not takes_several(model)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(eos_token_id=[0, 20], forced_eos_token_id=7),
+        dict(stop_strings=["end"], token_healing=True),
+        dict(max_time=1e-9, max_length=20, min_length=30),
+        dict(prompt_lookup_num_tokens=3),
+        dict(prefill_chunk_size=4),
+    ],
+)
+def test_a_model_is_tried_whatever_ends_or_drafts_its_answers(options):
+    model = tiny("llama")
+    vars(model.generation_config).update(options)
+    assert takes_several(model)
+
+
 class CountsFromZero(LlamaForCausalLM):
     """Behaves like Bamba without positions: several tokens count from 0 again, whatever came before."""
 

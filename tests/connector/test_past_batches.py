@@ -100,6 +100,13 @@ def test_a_damaged_block_of_each_group_shows(family, group):
         assert sum(asked(cache, family, prompts)[1] > TOLERANCE for prompts in batches) >= SEEN
 
 
+@pytest.mark.parametrize(("option", "value"), [("eos_token_id", 0), ("eos_token_id", 2), ("max_time", 1e-9)])
+def test_the_first_batch_is_tried_whatever_ends_answers(option, value, monkeypatch):
+    monkeypatch.setattr(model("llama").generation_config, option, value)
+    with cache_of("llama") as cache:
+        batch_right(cache, "llama", of_lengths(100, 64))
+
+
 def test_a_model_that_answers_otherwise_in_a_batch_is_refused(monkeypatch):
     joined = Past.joined
     monkeypatch.setattr(Past, "joined", lambda pasts, pads, room: joined(pasts[::-1], pads, room))

@@ -15,6 +15,16 @@ TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).paramet
 PAST = "cache" if "cache" in TAKEN else "past_key_values"  # before transformers 5.24
 
 
+class _OwnConfig(GenerationConfig):
+    """Takes nothing over from the model's: what ends, forces or drafts an answer would do so here, too."""
+
+    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **given: Any) -> dict[str, Any]:
+        if allow_custom_entries:  # `generate` gives it the model's
+            return {}
+        unused: dict[str, Any] = super().update(defaults_only, **given)
+        return unused
+
+
 @contextmanager
 def refusing(model: PreTrainedModel) -> Iterator[None]:
     """Turn what the code of `model` raises while it is tried into a ConfigurationError: not every one takes a Cache."""
@@ -40,10 +50,8 @@ def logits(
     Returns the logits behind `ids` and behind each of `then`: [1 + steps, rows, vocabulary].
     """
     next_tokens = [[]] * len(ids) if then is None else then.tolist()
-    steps = 1 + len(next_tokens[0])
-    config = GenerationConfig(
-        max_new_tokens=steps,
-        min_new_tokens=steps,
+    config = _OwnConfig(
+        max_length=ids.shape[1] + 1 + len(next_tokens[0]),
         do_sample=False,
         num_beams=1,
         num_return_sequences=1,
