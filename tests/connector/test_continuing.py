@@ -92,6 +92,28 @@ class CountsElsewhere(LlamaForCausalLM):
         return answer
 
 
+class CountsItself(LlamaForCausalLM):
+    """Positions go on from a count in the module, which is of the latest prompt."""
+
+    def forward(self, input_ids, position_ids, attention_mask=None, **options):
+        begin = self.count if position_ids[0, 0] > 0 else 0
+        self.count = begin + input_ids.shape[1]
+        positions = torch.arange(begin, self.count)[None]
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=positions, **options)
+
+
+class LooksAhead(LlamaForCausalLM):
+    """Each token sees all of its block that is computed with it. None that comes later can tell."""
+
+    block_tokens = 8
+
+    def forward(self, input_ids, position_ids, attention_mask=None, **options):
+        at, seen = position_ids[0, :, None], torch.arange(position_ids[0, -1] + 1)
+        hidden = (seen > at) & (seen // self.block_tokens != at // self.block_tokens)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill(hidden, torch.finfo(self.dtype).min)
+        return super().forward(input_ids, attention_mask=mask[None, None], position_ids=position_ids, **options)
+
+
 class ForgetsFarTokens(Gemma3ForCausalLM):
     """Wrong only where a forward pass begins behind the window."""
 
@@ -101,12 +123,25 @@ class ForgetsFarTokens(Gemma3ForCausalLM):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_part_of_the_past_outside_the_cache_is_found(dtype):
+@pytest.mark.parametrize("kind", [CountsElsewhere, CountsItself])
+def test_a_part_of_the_past_outside_the_cache_is_found(kind, dtype):
     torch.manual_seed(0)
-    model = CountsElsewhere(tiny("llama").config).eval()
+    model = kind(tiny("llama").config).eval()
     initialise(model)
-    with pytest.raises(ConfigurationError, match="CountsElsewhere cannot continue from its own cache"):
+    with pytest.raises(ConfigurationError, match=f"{kind.__name__} cannot continue from its own cache"):
         takes_several(model.to(dtype))
+
+
+@pytest.mark.parametrize("block_tokens", [2, 3, 4, 5, 8, 16, 32])
+def test_a_mask_that_looks_ahead_is_found_whatever_its_blocks(block_tokens):
+    torch.manual_seed(0)
+    model = LooksAhead(tiny("llama").config).eval()
+    initialise(model)
+    model.block_tokens = block_tokens
+    with pytest.raises(ConfigurationError, match="LooksAhead cannot continue from its own cache"):
+        takes_several(model)
+    model.block_tokens = 1
+    assert takes_several(model)
 
 
 def test_recurrent_gemma_keeps_its_states_in_its_modules_and_is_refused():

@@ -91,13 +91,15 @@ class _Continued:
     def __init__(self, model: PreTrainedModel, past: ModelPast, cut: int = CUT) -> None:
         self._model, self._past, self._cut = model, past, cut
         self._ids = _tokens(model, cut + TAIL + STEPS)[None]
-        self._wanted = logits(model, self._ids[:, : cut + 1], then=self._ids[:, cut + 1 :])
+        self._wanted = {end: self._uninterrupted(end) for end in (1, TAIL)}
         logits(model, self._ids[:, :cut], begun := Past(past))
         self._rows = {kept: begun.taken(kept, kept.first_needed(cut), cut) for kept in past.kept}
 
     def error(self, at_once: int) -> float:
         """The error of the logits where so many tokens follow at once, and the others one by one."""
-        return _error(self._logits(self._rows, at_once), self._wanted[at_once - 1 :])
+        ours, ends = self._logits(self._rows, at_once), [end for end in self._wanted if end >= at_once]
+        behind = torch.cat([ours[end - at_once :][: 1 + STEPS] for end in ends])
+        return _error(behind, torch.cat([self._wanted[end] for end in ends]))
 
     def reads_states(self, at_once: int) -> bool:
         """Whether so many tokens at once read the states before them: NaN in them must appear in the logits.
@@ -107,12 +109,17 @@ class _Continued:
         """
         return all(bool(self._logits(rows, at_once)[0].isnan().any()) for rows in self._with_nan())
 
+    def _uninterrupted(self, end: int) -> torch.Tensor:
+        """Logits behind a prompt that ends so many tokens behind the cut, and behind the next STEPS tokens."""
+        first, then, _ = self._ids.tensor_split([self._cut + end, self._cut + end + STEPS], dim=1)
+        return logits(self._model, first, then=then)
+
     def _logits(self, rows: Mapping[Kept, torch.Tensor], at_once: int) -> torch.Tensor:
-        """Logits behind the cut, with these rows, after two other prompts: what a model keeps elsewhere than in its
-        cache is theirs then.
+        """Logits behind the cut, with these rows, after two other prompts, and shorter ones: what a model keeps
+        elsewhere than in its cache is theirs then.
         """
-        for other in (1, 2):
-            logits(self._model, self._ids[:, other : CUT + other])
+        for begin in (1, 2):
+            logits(self._model, self._ids[:, begin:CUT])
         past = Past(self._past)
         for kept, each in rows.items():
             past.fill(kept, each, self._cut)
