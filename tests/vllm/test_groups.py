@@ -14,6 +14,7 @@ default, the device keeps windows and states at the last boundary of each prompt
 
 import pytest
 
+from connector.common.request_flags import STORE
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from tests.vllm.engine import (
     BLOCK,
@@ -281,6 +282,17 @@ def test_control_without_the_interval_the_second_computes_all(start, offload):
         prompt = [*range(70), *noise(engine, 9)]
         assert resumed(engine, prompt) == (0, 0)
         forget(engine, prompt)
+
+
+@pytest.mark.parametrize(("params", "expected"), [({STORE: False}, [68, 70]), (None, [16, 32, 48, 64, 68, 70])])
+def test_the_interval_ends_no_step_of_a_request_that_is_not_stored(start, params, expected):
+    engine = start("full, state", checkpoint_interval=16, step_tokens=128)
+    request = engine.requests[engine.submit([*range(70)], params=params)]
+    ends = []
+    while request.num_computed_tokens < 70:
+        engine.step()
+        ends.append(request.num_computed_tokens)
+    assert ends == expected
 
 
 @both_modes

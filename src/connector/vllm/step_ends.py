@@ -35,7 +35,7 @@ class StepEnds:
         """A request would resume at this token."""
         branch = cache.branch(ours, resumed) or 0
         known.ends = [max(known.request.shared_prefix_boundary, branch)]
-        if self._names_all:
+        if self._names_all and ours.stores:
             known.ends = sorted({*known.ends, *cache.boundaries_of(ours, resumed)})
         self._name(known, resumed)
 
