@@ -967,7 +967,7 @@ class Engine:
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
         assert (statistics.running, statistics.storing, statistics.loading) == (0, 0, 0)
         assert not len(self.half._requests) and not self.half._requests.any_awaited
-        assert not (self.half._step.loads or self.half._step.readmitted or self.half._ends.any_left)
+        assert not (self.half._step.loads or self.half._step.readmitted or self.half._ends._computing)
         assert not any(rank.copies or rank.waits_for for rank in self.ranks)
         if isinstance(self.cache, CPUPrefixCache):
             assert (statistics.pool.pinned, statistics.pool.writing, statistics.pool.retired) == (0, 0, 0)

@@ -27,10 +27,6 @@ class StepEnds:
         self._names_all = is_finer and planner.has_states_alone
         self._computing: dict[str, Known] = {}  # those with ends that no step has reached
 
-    @property
-    def any_left(self) -> bool:
-        return bool(self._computing)
-
     def looked_up(self, known: Known, cache: CPUPrefixCache | KeptCache, ours: Request, resumed: int) -> None:
         """A request would resume at this token."""
         branch = cache.branch(ours, resumed) or 0
