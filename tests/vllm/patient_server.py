@@ -4,11 +4,11 @@ vLLM starts its engine in a process that imports this module, too, so the deadli
 """
 
 from cpu_prefix_cache.keeper import questions, takes
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import promotions
 from tests.vllm.real_engine import PATIENCE
 
 if __name__ in ("__main__", "__mp_main__"):  # not where pytest looks for doctests
-    tiered_cache.PENDING_GRACE_SECONDS = questions.ASK_SECONDS = takes.TAKE_SECONDS = PATIENCE
+    promotions.PENDING_GRACE_SECONDS = questions.ASK_SECONDS = takes.TAKE_SECONDS = PATIENCE
 
 if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server.entry import main

@@ -8,7 +8,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.stores import frame, opening
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import promotions
 from tests.vllm.memory_by_url import STORES
 from tests.vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, expected_of, folder_of
 from tests.vllm.real_engine import BLOCK, PATIENCE, TOLERANCE, differences
@@ -20,7 +20,7 @@ URL = "memory://one"
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch):
     """Deadlines are of tens of milliseconds, and this machine may be busy."""
-    monkeypatch.setattr(tiered_cache, "PENDING_GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr(promotions, "PENDING_GRACE_SECONDS", PATIENCE)
     monkeypatch.setitem(opening.OURS, "memory", "tests.vllm.memory_by_url:MemoryByUrl")
     STORES.clear()
 

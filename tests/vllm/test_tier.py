@@ -17,7 +17,7 @@ import torch
 from connector.vllm import CPUPrefixCacheConnector, tier_namespace
 from cpu_prefix_cache.slab import opening, records
 from cpu_prefix_cache.slab.namespace import Namespace
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import promotions
 from tests.stores.disk.mounts import Ext4, missing
 from tests.vllm.models import some_tokens
 from tests.vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, expected_of, folder_of
@@ -38,7 +38,7 @@ def path(tmp_path):
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Deadlines are of tens of milliseconds, and this machine may be busy."""
-    monkeypatch.setattr(tiered_cache, "PENDING_GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr(promotions, "PENDING_GRACE_SECONDS", PATIENCE)
 
 
 def started(path, of="llama", *, engine=None, **tier):

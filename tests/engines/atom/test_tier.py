@@ -26,7 +26,7 @@ from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from cpu_prefix_cache.slab import opening
 from cpu_prefix_cache.slab.generations import MARK
-from cpu_prefix_cache.tiers import tiered_cache
+from cpu_prefix_cache.tiers import promotions
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
 from tests.engines.atom.engine import Engine
 from tests.engines.atom.tiered import Gate, TieredEngine, config_over, damage
@@ -46,7 +46,7 @@ def path(tmp_path):
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    monkeypatch.setattr(tiered_cache, "PENDING_GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr(promotions, "PENDING_GRACE_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_request_that_is_aborted_while_it_waits_gives_its_blocks_back_at_once(
 
 def test_a_request_whose_read_does_not_end_is_computed(path, reads, monkeypatch):
     write_prompts(path)
-    monkeypatch.setattr(tiered_cache, "PENDING_GRACE_SECONDS", 0.02)
+    monkeypatch.setattr(promotions, "PENDING_GRACE_SECONDS", 0.02)
     with TieredEngine(config_over(path)) as engine:
         seq = parked(engine, reads, PROMPTS[0])
         while seq.id not in engine.outputs:
@@ -264,7 +264,7 @@ def parked_again(engine, reads):
 def test_a_request_that_was_loaded_before_claims_nothing_when_it_waits_in_vain(path, reads, monkeypatch):
     write_prompts(path)
     with TieredEngine(config_over(path, max_num_batched_tokens=4)) as engine:
-        monkeypatch.setattr(tiered_cache, "PENDING_GRACE_SECONDS", 0.5)
+        monkeypatch.setattr(promotions, "PENDING_GRACE_SECONDS", 0.5)
         seq = parked_again(engine, reads)
         late = engine.below.late
         while seq.id not in engine.outputs:
