@@ -23,7 +23,7 @@ from cpu_prefix_cache.messages.options import USUAL_OPTIONS
 from cpu_prefix_cache.messages.request import Request
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
@@ -154,13 +154,11 @@ class TieredKeeper(Keeper):
 
     def report_below(self, report: TierReport) -> None:
         """The tier has finished transfers."""
-        for ended in self.below.report(report):
-            load = ended.transfer
-            if isinstance(load, LoadTransfer):
-                _, want, _ = self._promotions.slices[load.owner]
-                self._policy.serve(cast(tuple[int, int], want.request.id)[0])
-                self._committed(self._promotions.ended(ended, load))
-                self._step_at = self._now
+        for ended, load in self.below.report(report):
+            _, want, _ = self._promotions.slices[load.owner]
+            self._policy.serve(cast(tuple[int, int], want.request.id)[0])
+            self._committed(self._promotions.ended(ended, load))
+            self._step_at = self._now
 
     @property
     def is_reading(self) -> bool:

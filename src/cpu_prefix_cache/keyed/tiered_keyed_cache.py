@@ -24,7 +24,7 @@ from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.edge import Ended
 from cpu_prefix_cache.offload.stores import StorePlanner
-from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion
+from cpu_prefix_cache.offload.transfers import Promotion
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 
 GRACE_SECONDS = 1.0  # beyond twice the time that reading takes: a disk that is busy
@@ -179,11 +179,9 @@ class TieredKeyedCache(KeyedCache):
 
     def report_below(self, report: TierReport) -> None:
         """The tier has finished transfers."""
-        for ended in self.below.report(report):
-            load = ended.transfer
-            if isinstance(load, LoadTransfer):
-                store = self._reads.pop(load.owner)
-                self.below.arrived(self.edge.promoted(store, ended.ok, load.good))
+        for ended, load in self.below.report(report):
+            store = self._reads.pop(load.owner)
+            self.below.arrived(self.edge.promoted(store, ended.ok, load.good))
         self._advance()
 
     def reset(self, revision: str | None = None) -> None:

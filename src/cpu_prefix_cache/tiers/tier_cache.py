@@ -241,8 +241,8 @@ class TierCache:
         asks = self._questions.take_new()
         return TierPlan(step, self._first, self._taken, asks, self._questions.told_below, self._revision)
 
-    def report(self, report: TierReport) -> list[Ended]:
-        """A rank has finished transfers. Those that end with this report. Reports may be late or repeated."""
+    def report(self, report: TierReport) -> list[tuple[Ended, LoadTransfer]]:
+        """A rank has finished transfers. The loads that end with this report. Reports may be late or repeated."""
         rank = report.transfers.rank
         if report.next_generation is None:
             self.edge.is_off = self.is_off or rank not in self._ranges
@@ -257,13 +257,14 @@ class TierCache:
             self._refused += 0 if load is None else len(set(slots) - load.unfit)
         if rank == 0:
             self._questions.told(report.told, report.heard)
-        ended = []
+        loads = []
         for each in self.edge.report(report.transfers):
-            ended.append(each)
+            if isinstance(each.transfer, LoadTransfer):
+                loads.append((each, each.transfer))
             if each.is_fatal and not self.is_off:
                 self._failed_often(each.transfer.plan.direction)
         self.edge.catch_up()
-        return ended
+        return loads
 
     def flush(self) -> None:
         """Write what the host has and the tier has not, beginning with what would be evicted last."""

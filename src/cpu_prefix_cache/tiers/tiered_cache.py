@@ -44,7 +44,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
-from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer
+from cpu_prefix_cache.offload.transfers import StoreTransfer
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.expected import Expected
 from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
@@ -332,14 +332,10 @@ class TieredCache(CPUPrefixCache):
 
     def report_below(self, report: TierReport) -> None:
         """The tier of a rank has finished transfers."""
-        has_read = False
-        for ended in self.below.report(report):
-            load = ended.transfer
-            if not isinstance(load, LoadTransfer):
-                continue
-            has_read = True
+        loads = self.below.report(report)
+        for ended, load in loads:
             self._committed(self._promotions.ended(ended, load))
-        for want in list(self._promotions.open) if has_read else ():
+        for want in list(self._promotions.open) if loads else ():
             if want.has_begun and not want.is_over:
                 self._promotions.advance(want, may_read=False, now=self._now)
 
