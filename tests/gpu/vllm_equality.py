@@ -1,7 +1,8 @@
 """Equality of a vLLM server's answers from loaded KV with its answers from KV that it kept: on one GPU, or several.
 
-    PYTHONPATH=src:. python -m tests.gpu.vllm_equality [--models llama,whole,gemma3,mla,qwen3next] [--codec exponent]
+    PYTHONPATH=src:. python -m tests.gpu.vllm_equality [--models llama,whole,gemma3,mla,qwen3.5] [--codec exponent]
     PYTHONPATH=src:. python -m tests.gpu.vllm_equality --models gemma3-eagle,qwen3.5-mtp          with a drafter
+    PYTHONPATH=src:. python -m tests.gpu.vllm_equality --models llama,mla --ranks 4 --at-once 1         on several GPUs
 
 Each model is run by engines in processes of their own:
 
@@ -18,7 +19,8 @@ control is about. What a drafter proposes must be the same, too; where only its 
 The status is the number of engines for which that is not so.
 
 Prompts that differ `cold` differ before anything was loaded: then two engines compute differently, and nothing follows
-about the cache. qwen3.5-mtp was seen to, beside other engines that were starting; why is not known.
+about the cache. qwen3.5-mtp was seen to, beside other engines that were starting; why is not known. With `--dcp` two
+engines without a cache do, too (vLLM 0.33, MLA), and Llama does not run.
 """
 
 import argparse
@@ -105,7 +107,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
         2500,
         dict(mamba_cache_mode="align", gdn_prefill_backend="triton"),
     ),
-    "qwen3.5-mtp": (
+    "qwen3.5": (
         "Qwen3_5TextConfig",
         dict(
             num_hidden_layers=4,
@@ -115,14 +117,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
             linear_key_head_dim=64,
             linear_value_head_dim=64,
             layer_types=["linear_attention"] * 3 + ["full_attention"],
-            mtp_num_hidden_layers=1,
         ),
         100,
         2500,
         dict(mamba_cache_mode="align", gdn_prefill_backend="triton"),
     ),
 }
+MODELS["qwen3.5-mtp"] = (
+    MODELS["qwen3.5"][0],
+    MODELS["qwen3.5"][1] | dict(mtp_num_hidden_layers=1),
+    *MODELS["qwen3.5"][2:],
+)
 MODELS["gemma3-eagle"] = MODELS["gemma3"]
+
+
+Ranks = tuple[int, int]  # of tensor parallelism, and those of them that share a context
 
 
 def drafter_of(name: str) -> str | None:
@@ -145,7 +154,7 @@ def save(name: str, folder: Path) -> None:
 # In the process of one engine
 
 
-def answers(name: str, folder: str, variant: str, ranks: int, codec: str) -> dict[str, Any]:
+def answers(name: str, folder: str, variant: str, ranks: int, dcp: int, codec: str) -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", PYTHONHASHSEED="0", VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
@@ -184,6 +193,7 @@ def answers(name: str, folder: str, variant: str, ranks: int, codec: str) -> dic
         max_num_batched_tokens=1024,
         max_num_seqs=8,
         tensor_parallel_size=ranks,
+        decode_context_parallel_size=dcp,
         **options,
     )
     drafts = observed_drafts(llm) if drafter_of(name) else []
@@ -243,8 +253,8 @@ def _answer(llm: Any, prompt: Sequence[int], drafts: list[list[int]]) -> dict[st
 # In the process that compares them
 
 
-def run(name: str, folder: Path, variant: str, ranks: int, codec: str) -> dict[str, Any]:
-    engine = [name, str(folder), variant, str(ranks), codec]
+def run(name: str, folder: Path, variant: str, ranks: Ranks, codec: str) -> dict[str, Any]:
+    engine = [name, str(folder), variant, *map(str, ranks), codec]
     command = [sys.executable, "-m", "tests.gpu.vllm_equality", "--engine", *engine]
     done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stdout.splitlines():
@@ -253,7 +263,7 @@ def run(name: str, folder: Path, variant: str, ranks: int, codec: str) -> dict[s
     raise RuntimeError(f"{name}, {variant}: status {done.returncode}\n" + (done.stdout + done.stderr)[-3000:])
 
 
-def second_on_a_pool(name: str, folder: Path, ranks: int, codec: str) -> dict[str, Any]:
+def second_on_a_pool(name: str, folder: Path, ranks: Ranks, codec: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         path = f"{place}/kv.sock"
         with keeper(path, HOST_BYTES):
@@ -297,7 +307,7 @@ def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[s
     return right
 
 
-def check(name: str, folder: Path, ranks: int, at_once: int, codec: str) -> int:
+def check(name: str, folder: Path, ranks: Ranks, at_once: int, codec: str) -> int:
     """How many engines of a model are not as they must be. As many `at_once` are running."""
     save(name, folder)
     with ThreadPoolExecutor(at_once) as pool:
@@ -321,17 +331,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--dcp", type=int, default=1, help="ranks that share a context")
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--codec", default="none")
-    parser.add_argument("--engine", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        name, folder, variant, ranks, codec = args.engine
-        print(MARK + json.dumps(answers(name, folder, variant, int(ranks), codec)), flush=True)
+        name, folder, variant, ranks, dcp, codec = args.engine
+        print(MARK + json.dumps(answers(name, folder, variant, int(ranks), int(dcp), codec)), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         return sum(
-            check(name, Path(folder) / name, args.ranks, args.at_once, args.codec) for name in args.models.split(",")
+            check(name, Path(folder) / name, (args.ranks, args.dcp), args.at_once, args.codec)
+            for name in args.models.split(",")
         )
 
 
