@@ -18,11 +18,14 @@ for each token of an answer but the first; time to the first token counts from w
 
 `serve_plot.py` draws what was written over host memory or users.
 
+`--steps FOLDER` notes each step of each engine there, for `step_report.py`: one server with a connector, on one GPU.
+
 A convoy is that many prompts at once on one prefix of 32,768 tokens, which the device has evicted.
 """
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -79,7 +82,10 @@ def engine(cell: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[E
             path = stack.enter_context(tempfile.TemporaryDirectory()) + "/kv.sock"
             stack.enter_context(keeper(path, host_gib * GIB))
             options["pool"] = {"address": f"unix:{path}", "model": "random", "revision": "1"}
-        running = Engine(name, model, settings, "serve_engine", str(args.servers), **options)
+        if args.steps:
+            args.steps.mkdir(exist_ok=True)
+            os.environ["STEPS"] = str(args.steps / f"{cell}.jsonl")  # for step_trace.py
+        running = Engine(name, model, settings, "serve_engine", str(args.servers), noted=bool(args.steps), **options)
         stack.callback(running.close)
         start = running.receive()
         say(f"{cell}: started in {start['start']:.0f} s on {start['device']}")
@@ -200,7 +206,10 @@ def main() -> None:
     parser.add_argument("--price", type=float, help="of a GPU, an hour: adds the cost of a million tokens")
     parser.add_argument("--model", type=Path, help="a folder for the model's configuration: what vLLM compiles is kept")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=Path, help="a folder")
     args = parser.parse_args()
+    if args.steps and args.servers > 1:
+        parser.error("--steps notes those of one server")
     if args.trace is None and not args.convoy:
         parser.error("give a trace, or --convoy")
     try:

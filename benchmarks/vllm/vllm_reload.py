@@ -103,9 +103,11 @@ class Engine:
         args: argparse.Namespace,
         script: str = "vllm_engine",
         *arguments: str,
+        noted: bool = False,
         **more: Any,
     ) -> None:
-        """`arguments` are the script's. `more` are options of our connector, for a caller that starts one by itself."""
+        """`arguments` are the script's. `more` are options of our connector, for a caller that starts one by itself.
+        With `noted` its steps are (`step_trace.py`)."""
         options: dict[str, Any] = dict(
             model=str(model),
             load_format="dummy",
@@ -123,6 +125,9 @@ class Engine:
         kind = ENGINES[name]
         if kind is not None:
             connector, extra = kind
+            if noted:
+                name_there = f"Noted{connector['kv_connector']}"
+                connector = {"kv_connector": name_there, "kv_connector_module_path": "benchmarks.vllm.step_trace"}
             own = {} if name == POOL else {"cpu_bytes_to_use": args.host_gib * GIB}
             extra = {**own, **extra, **more}
             options["kv_transfer_config"] = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
