@@ -29,8 +29,6 @@ class SimulatedEvent(Event):
             while not self.has_passed:
                 self.stream.world.step()
 
-    until_passed_roughly = until_passed
-
 
 class SimulatedStream:
     def __init__(self, world, name, handle):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 NAP_SECONDS = 80e-6  # with the delay that the system adds, a quarter of the time of a slice on the link
-LONGEST_NAP_SECONDS = 1e-3  # less than what is under way past the ring takes
 
 
 class Event(Protocol):
@@ -20,18 +19,9 @@ class Event(Protocol):
         """Whether it is passed. Waits for nothing."""
 
     def until_passed(self) -> None:
-        """The caller naps and looks again: CUDA's own wait takes 80 us of a processor."""
+        """Return when it is passed. Here the caller naps and looks again."""
         while not self.passed():
             time.sleep(NAP_SECONDS)
-
-    def until_passed_roughly(self) -> None:
-        """The same where the link has other work: the caller naps an eighth of the time so far. Each look takes
-        Python's lock from the engine, and a copy may wait for a whole step of compute."""
-        waited = 0.0
-        while not self.passed():
-            nap = max(NAP_SECONDS, min(waited / 8, LONGEST_NAP_SECONDS))
-            time.sleep(nap)
-            waited += nap
 
     @property
     def reads(self) -> "Event":

@@ -119,7 +119,7 @@ class Ring:
         the ids on the device and the handle of its stream, `link` with the handle of its stream.
         """
         slot = self.next_slot
-        slot.free.until_passed_roughly()
+        slot.free.until_passed()
         self._slots.rotate(-1)
         fill, empty = self._ends(slot.kernels)
         gather_or_scatter = partial(kernel, slot.memory, slot.ids[: len(ids)])
@@ -137,7 +137,7 @@ class Ring:
     def past(self, num_bytes: int, link: Callable[[int], object]) -> None:
         """Submit a slice of so many bytes that needs no slot."""
         while self._past and sum(size for size, _ in self._past) + num_bytes > PAST_BYTES:
-            self._past[0][1].until_passed_roughly()
+            self._past[0][1].until_passed()
             self._past.popleft()
         self.streams.copies.submit(link)
         self._past.append((num_bytes, self.streams.copies.record()))

@@ -1,14 +1,13 @@
 """The streams of a direction are all waited for, whatever becomes of one; and every device has a place of compute."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cpu_prefix_cache.copier import events, streams
-from cpu_prefix_cache.copier.ring import PAST_BYTES, Ring
 from cpu_prefix_cache.copier.streams import compute_event
-from cpu_prefix_cache.deciding import Direction
 from tests.support.simulated_streams import SimulatedStreams
 
 NAMES = ("pack", "out")  # of the stores: kernels, copies
@@ -75,41 +74,24 @@ def test_host_memory_has_no_stream_to_wait_for():
     assert compute_event(torch.device("cpu")).passed()
 
 
-class InTime(events.Event):
-    """Passed when the caller has napped for so many seconds."""
+def test_who_waits_for_a_device_leaves_the_processor_and_pythons_lock_to_others(monkeypatch):
+    """torch gives Python's lock back in `synchronize`, and a blocking event sleeps."""
+    calls = []
 
-    def __init__(self, monkeypatch, seconds):
-        self.left, self.looks = seconds, 0
-        monkeypatch.setattr(events.time, "sleep", self.nap)
+    class TorchEvent:
+        def __init__(self, blocking=False):
+            calls.append(("made", blocking))
 
-    def nap(self, seconds):
-        self.left -= seconds
+        def __getattr__(self, name):
+            return lambda *_: calls.append(name)
 
-    def passed(self):
-        self.looks += 1
-        return self.left <= 0
+    @contextmanager
+    def working_in(device):
+        calls.append("within")
+        yield
+        calls.append("without")
 
-
-@pytest.mark.parametrize(("seconds", "looks"), [(0, 1), (0.0006, 9), (0.005, 30), (0.1, 130)])
-def test_a_ring_that_waits_for_long_looks_seldom_and_sees_the_end_soon(monkeypatch, seconds, looks):
-    """Each look takes Python's lock from the engine."""
-    event = InTime(monkeypatch, seconds)
-    event.until_passed_roughly()
-    assert event.looks <= looks
-    assert -event.left <= max(events.NAP_SECONDS, min(seconds / 8, events.LONGEST_NAP_SECONDS))
-    precise = InTime(monkeypatch, seconds)
-    precise.until_passed()
-    assert -precise.left <= events.NAP_SECONDS and precise.looks >= event.looks
-
-
-def test_a_ring_looks_seldom(monkeypatch):
-    """Whether a slice needs a slot or goes past them."""
-    waited = []
-    monkeypatch.setattr(events.Passed, "until_passed_roughly", lambda event: waited.append(event))
-    host = torch.device("cpu")
-    ring = Ring(Direction.LOAD, streams.streams_for(host, 2).loads, 2, 512, 1, host, None, lambda: None)
-    ring.through([0], lambda *_: None, lambda _: None, events.Passed())
-    assert len(waited) == 1
-    for _ in range(3):
-        ring.past(PAST_BYTES // 2, lambda _: None)
-    assert len(waited) == 2
+    monkeypatch.setattr(torch.cuda, "Event", TorchEvent)
+    monkeypatch.setattr(streams, "accelerator_driver", lambda: SimpleNamespace(working_in=working_in))
+    streams.CudaEvent(None).until_passed()
+    assert calls == [("made", True), "record", "within", "synchronize", "without"]
