@@ -3,8 +3,8 @@
     python -m benchmarks.vllm.step_report FOLDER/ours-lazy@40.jsonl FOLDER/null@40.jsonl
 
 For the steps that compute tokens of prompts and for those that only decode: how many, and means of their tokens, of ms
-on the GPU and of the processor to launch them, and from one launch to the next. The last column is the share of the
-time that the GPU took for steps.
+on the GPU and of the processor to launch them, and from one launch to the next. Then the share of the time that the GPU
+took for steps; and loads that requests wait for, and means of ms and of steps from their plans to their reports.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 PAUSE_SECONDS = 1.0  # between two launches: there was nothing to compute
 HEAD = ("engine", "steps with prefill", "tokens", "GPU", "launch", "period", "that decode", "tokens", "GPU", "launch")
-HEAD += ("period", "GPU, share")
+HEAD += ("period", "GPU, share", "loads", "ms", "steps")
 Row = dict[str, Any]
 
 
@@ -33,7 +33,9 @@ def cells(steps: Sequence[Row]) -> list[str]:
     prefills = [row for row in steps if row["tokens"] > row["requests"]]
     decodes = [row for row in steps if row["tokens"] <= row["requests"]]
     busy, span = (sum(row[name] or 0.0 for row in steps) for name in ("gpu", "period"))
-    return [*_means(prefills), *_means(decodes), f"{busy / span:.2f}" if span else ""]
+    loads = [load for row in steps for load in row["loads"]]
+    waits = [f"{fmean(each):.1f}" for each in zip(*loads, strict=True)] or ["", ""]
+    return [*_means(prefills), *_means(decodes), f"{busy / span:.2f}" if span else "", str(len(loads)), *waits]
 
 
 def _means(steps: Sequence[Row]) -> list[str]:

@@ -1,14 +1,15 @@
 """Connectors that note each step of an engine on one GPU, as `serve.py --steps` starts them; `step_report.py` reads it.
 
 A line of the file that STEPS names in the environment is a step: its tokens and requests, when its launch began (s),
-how long that took the processor, from the plan of its copies to their results, and how long the GPU took for what lies
-between (ms; null without a GPU).
+how long that took the processor, from the plan of its copies to their results, how long the GPU took for what lies
+between (ms; null without a GPU), and of each of our loads that has ended by then the ms and the steps since its plan.
 """
 
 import json
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector i
 
 from benchmarks.vllm.vllm_null import NullConnector
 from connector.vllm import CPUPrefixCacheConnector
+from connector.vllm.messages import StepMetadata
 
 
 @dataclass
@@ -40,19 +42,27 @@ def mark() -> torch.cuda.Event | None:
 
 
 class Steps:
-    """Steps whose launch has ended, until the GPU has run them."""
+    """Steps whose launch has ended, until the GPU has run them; and loads that requests wait for."""
 
     def __init__(self) -> None:
+        self._loads: dict[str, tuple[float, int]] = {}  # request -> when it was planned, and in which step
+        self._number = 0
         self._file = open(os.environ["STEPS"], "w", buffering=1)  # noqa: SIM115  as long as the process
         self._open = deque[tuple[dict[str, Any], torch.cuda.Event | None, torch.cuda.Event | None]]()
 
     def begin(self, step: Noted) -> None:
         self._now, self._began, self._mark = step, time.perf_counter(), mark()
+        self._number += 1
+        if isinstance(step.metadata, StepMetadata):
+            self._loads |= dict.fromkeys(step.metadata.requests.values(), (self._began, self._number))
 
-    def end(self) -> None:
+    def end(self, received: Iterable[str]) -> None:
         now, launch = self._now, 1e3 * (time.perf_counter() - self._began)
-        row = {"tokens": now.tokens, "requests": now.requests, "began": round(self._began, 6)}
-        self._open.append((row | {"launch": round(launch, 3), "gpu": None}, self._mark, mark()))
+        ended = [self._loads.pop(request) for request in self._loads.keys() & set(received)]
+        row: dict[str, Any] = {"tokens": now.tokens, "requests": now.requests, "began": round(self._began, 6)}
+        row |= {"launch": round(launch, 3), "gpu": None}
+        row["loads"] = [(round(1e3 * (self._began - began), 3), self._number - number) for began, number in ended]
+        self._open.append((row, self._mark, mark()))
         while self._open and ((last := self._open[0][2]) is None or last.query()):
             row, first, last = self._open.popleft()
             if first is not None and last is not None:
@@ -78,7 +88,7 @@ class Noting(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
         if self._steps is not None:
-            self._steps.end()
+            self._steps.end(results.finished_recving)
         return results
 
 

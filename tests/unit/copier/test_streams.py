@@ -74,7 +74,7 @@ def test_host_memory_has_no_stream_to_wait_for():
     assert compute_event(torch.device("cpu")).passed()
 
 
-def test_who_waits_for_a_device_leaves_the_processor_and_pythons_lock_to_others(monkeypatch):
+def test_a_wait_for_a_device_leaves_the_processor_and_pythons_lock_to_others(monkeypatch):
     """torch gives Python's lock back in `synchronize`, and a blocking event sleeps."""
     calls = []
 
