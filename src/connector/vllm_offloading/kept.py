@@ -187,8 +187,7 @@ class KeptChunks:
         """A boundary has no chunks any more: nothing resumes below it until it is stored again."""
         for below in self._pool.withdraw(node):
             boundary = self._boundaries.pop(below)
-            if boundary.pin is not None:
-                self._pool.unpin(boundary.pin)
+            self._pool.unpin(boundary.pin)
             for key in boundary.chunks:
                 del self._node[key]
                 self._loose[key] = None
@@ -262,8 +261,7 @@ class KeptChunks:
     def clear(self) -> None:
         """Begin without chunks. The policy remembers what it has learned of requests."""
         for boundary in self._boundaries.values():
-            if boundary.pin is not None:
-                self._pool.unpin(boundary.pin)
+            self._pool.unpin(boundary.pin)
         self.chunks.clear()
         self._loose.clear()
         self._boundaries.clear()

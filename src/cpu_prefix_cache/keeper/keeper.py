@@ -141,9 +141,7 @@ class Keeper:
 
     def release(self, engine: int, id: int) -> None:
         """End a lease. Of a run that found nothing there is none."""
-        pin = self._engines[engine].leases.pop(id, None)
-        if pin is not None:
-            self._pool.unpin(pin)
+        self._pool.unpin(self._engines[engine].leases.pop(id, None))
 
     def take(self, engine: int, id: int, keys: Sequence[bytes], has_checkpoint: bool = False) -> Granted:
         """`has_checkpoint`: the engine could write the checkpoint after the last of these chunks, too. Where there is

@@ -109,8 +109,7 @@ class TieredKeyedCache(KeyedCache):
         """Keep what the host has of it by now."""
         before, kept = load.pin, [node for _, node in ends(self.pool, self.pool.find_all(self._names(load)))]
         load.pin = self.pool.pin(*kept) if kept else None
-        if before is not None:
-            self.pool.unpin(before)
+        self.pool.unpin(before)
 
     def _read(self, load: KeyedLoad) -> None:
         """Begin to read what the host lacks, as far as there is room."""
@@ -155,9 +154,8 @@ class TieredKeyedCache(KeyedCache):
             load.waits = False
             self._waiting.remove(load)
             self._ready.append(load)
-            if load.pin is not None:
-                self.pool.unpin(load.pin)
-                load.pin = None
+            self.pool.unpin(load.pin)
+            load.pin = None
 
     # Events
 

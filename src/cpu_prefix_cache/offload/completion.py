@@ -156,8 +156,7 @@ class Completion:
         elif not load.is_cancelled:
             self.counts["loads_failed"] += 1
             self._withdraw_sources(load)
-        if load.pin is not None:
-            self._pool.unpin(load.pin)
+        self._pool.unpin(load.pin)
         return self._complete_stores(followers)
 
     def _good(self, load: LoadTransfer) -> int:
@@ -208,8 +207,7 @@ class Completion:
                 self._cancel(store)
                 self._pool.abort(store.nodes)
             followers = self._ledger.remove(store)
-            if store.pin is not None:
-                self._pool.unpin(store.pin)
+            self._pool.unpin(store.pin)
             for follower in followers if is_committed else ():
                 if not follower.is_cancelled and follower.pin is None:
                     self._pin_parent(follower)

@@ -143,7 +143,7 @@ class StorePlanner:
                 self.refusals += len(keys) - len(nodes)
                 stop = Stop.POOL_FULL
             if not nodes:
-                self._unpin(pin)
+                self.pool.unpin(pin)
                 return None, stop
             copies, device_blocks, pieces = self._copied(part, nodes, sources)
             held = device_blocks if left is None else ()
@@ -172,7 +172,7 @@ class StorePlanner:
         with self._parent_pinned(chain) as pin:
             nodes = self.pool.take(len(chain.keys), keys, needs)
             if not nodes:
-                self._unpin(pin)
+                self.pool.unpin(pin)
                 return None
             transfer = Promotion(
                 self.ledger.new_plan(Direction.STORE, (), 0),
@@ -201,7 +201,7 @@ class StorePlanner:
             if nodes:
                 self.pool.commit(nodes, keys[: len(nodes)], parent, touch)
                 self.pool.resume_points.may_be_useless(nodes[-1])
-        self._unpin(pin)
+        self.pool.unpin(pin)
         return nodes
 
     def _needs(self, chain: Chain) -> list[PieceNeed] | None:
@@ -212,10 +212,6 @@ class StorePlanner:
         """A pin on the host chunk that a chain hangs below, before anything is evicted for the chain."""
         parent = self._parent(chain)
         return self.pool.pinned(*(() if parent is None or parent == self.pool.root else (parent,)))
-
-    def _unpin(self, pin: Pin | None) -> None:
-        if pin is not None:
-            self.pool.unpin(pin)
 
     def _writers(self, chain: Chain, needs: Sequence[PieceNeed]) -> list[Transfer]:
         """The stores that write what a chain builds on: its parent, and pieces that its checkpoint shares."""

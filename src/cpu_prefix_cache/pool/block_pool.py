@@ -396,12 +396,13 @@ class BlockPool:
         try:
             yield pin
         except BaseException:
-            if pin is not None:
-                self.unpin(pin)
+            self.unpin(pin)
             raise
 
-    def unpin(self, pin: Pin) -> None:
-        """End a pin. Raises MisuseError the second time."""
+    def unpin(self, pin: Pin | None) -> None:
+        """End a pin, if there is one. Raises MisuseError the second time."""
+        if pin is None:
+            return
         if pin.released:
             raise MisuseError(f"the pin on blocks {pin.blocks} was released before")
         pin.released = True

@@ -47,8 +47,7 @@ class Placement:
 
     def __exit__(self, *error: object) -> None:
         self._drop_allocated()
-        if self._pin is not None:
-            self._pool.unpin(self._pin)
+        self._pool.unpin(self._pin)
 
     def resume_node(self) -> int:
         """The node to resume from at `length`: a checkpoint, or the last chunk."""
@@ -146,8 +145,7 @@ class Placement:
 
     def _repin(self, node: int) -> None:
         before, self._pin = self._pin, self._pool.pin(node)
-        if before is not None:
-            self._pool.unpin(before)
+        self._pool.unpin(before)
 
     def _drop_allocated(self) -> None:
         self._pool.abort(self._chunks[self._committed :])

@@ -72,8 +72,7 @@ class PoolSlots:
         try:
             new = self.pool.allocate(total - matched)
         except PoolExhausted:
-            if pin is not None:
-                self.pool.unpin(pin)
+            self.pool.unpin(pin)
             return None
         path = [] if deepest is None else self.pool.path(deepest, matched)
         self.now += 1.0
@@ -92,14 +91,12 @@ class PoolSlots:
                 self.pool.abort([holding.slots[at]])
                 holding.slots[at] = there
             before, holding.pin = holding.pin, self.pool.pin(holding.slots[at])
-            if before is not None:
-                self.pool.unpin(before)
+            self.pool.unpin(before)
             holding.published += 1
 
     def let_go(self, holding: Holding) -> None:
         self.pool.abort(holding.slots[holding.published :])
-        if holding.pin is not None:
-            self.pool.unpin(holding.pin)
+        self.pool.unpin(holding.pin)
 
     def stage(self, name: object, widths: Sequence[int]) -> tuple[int, list[tuple[int, ...]]] | None:
         """A node with blocks to load pieces into: under a name of its own it shares them with no checkpoint."""

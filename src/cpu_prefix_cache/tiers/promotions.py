@@ -125,9 +125,8 @@ class Promotions:
         self.open.pop(want, None)
         self._promoted -= want.blocks
         want.blocks = 0
-        if want.lease is not None:
-            self._pool.unpin(want.lease)
-            want.lease = None
+        self._pool.unpin(want.lease)
+        want.lease = None
 
     def over(self, want: Want) -> None:
         """Nothing more is read for it."""
@@ -213,8 +212,7 @@ class Promotions:
         nodes = tuple(node for node in map(self._pool.find, keys) if node is not None)
         if nodes and (want.lease is None or want.lease.blocks != nodes):
             before, want.lease = want.lease, self._pool.pin(*nodes)
-            if before is not None:
-                self._pool.unpin(before)
+            self._pool.unpin(before)
 
     def _room_chunks(self, want: Want) -> int:
         """How many chunks may be promoted now, if the host has room. For a hint nothing, while anything is read: so a

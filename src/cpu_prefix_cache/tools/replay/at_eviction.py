@@ -57,8 +57,7 @@ def _serve(request: TraceRequest, gpu: BlockPool, host: _Host) -> int:
         _store_what_leaves(gpu, len(keys) - on_device, host)
         parent = gpu.root if deepest is None else deepest
         gpu.commit(gpu.allocate(len(keys) - on_device), keys[on_device:], parent, touch)
-        if pin is not None:
-            gpu.unpin(pin)
+        gpu.unpin(pin)
     return hit
 
 

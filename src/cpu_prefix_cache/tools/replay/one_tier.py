@@ -39,8 +39,7 @@ def serve(pool: BlockPool, request: TraceRequest, tally: Tally) -> int:
     if missing:
         pin = None if deepest is None else pool.pin(deepest)
         tally.stored_blocks += _store(pool, missing, pool.root if deepest is None else deepest, touch)
-        if pin is not None:
-            pool.unpin(pin)
+        pool.unpin(pin)
     return hit
 
 
