@@ -17,6 +17,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.keeper.tiered_keeper import TieredKeeper
 from cpu_prefix_cache.messages.plan import Direction, RankReport
+from cpu_prefix_cache.messages.request import Pending
 from cpu_prefix_cache.messages.tier import TierReport
 from cpu_prefix_cache.tiers import promotions
 from property_tests.machines.test_keeper_machine import (
@@ -64,12 +65,12 @@ class TieredKeeperMachine(KeeperMachine):
         if engine not in self.joined:
             return
         id = self.new_id()
-        deadline = self.keeper.reads(engine, id, keys_of(prompt), self.now)
-        if deadline is None:
-            self.is_answered(engine, id, prompt, self.keeper.run(engine, id, keys_of(prompt)))
+        answer = self.keeper.run(engine, id, keys_of(prompt), self.now)
+        if isinstance(answer, Pending):
+            assert answer.deadline > self.now and not self.absent
+            self.waiting[engine, id] = prompt, answer.deadline
         else:
-            assert deadline > self.now and not self.absent
-            self.waiting[engine, id] = prompt, deadline
+            self.is_answered(engine, id, prompt, answer)
 
     def looks_at(self, engine, prompt):
         super().looks_at(engine, prompt)

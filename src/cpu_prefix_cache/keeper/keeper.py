@@ -31,7 +31,7 @@ from cpu_prefix_cache.keeper.recorded import RecordedEdge, RecordedStores
 from cpu_prefix_cache.keeper.records import Records
 from cpu_prefix_cache.keeper.recovery import recover
 from cpu_prefix_cache.messages.errors import MisuseError
-from cpu_prefix_cache.messages.request import CheckpointAt
+from cpu_prefix_cache.messages.request import CheckpointAt, Pending
 from cpu_prefix_cache.messages.stats import PoolStatistics
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
@@ -115,29 +115,13 @@ class Keeper:
 
     # Requests
 
-    def run(self, engine: int, id: int, keys: Sequence[bytes]) -> Leased:
-        """The part of a prompt that is here. The request uses it, and has a lease on all that it takes to resume."""
-        asks = self._engines[engine]
-        self._check_new(engine, id)
-        names = named(asks.namespace, keys)
-        path = self._path(names)
-        depth, node = self._resumed(names, path)
-        if node is None:
-            return Leased(len(path), 0, ())
-        self._used(names[:depth])
-        self._policy.serve(engine)
-        self._pool.touch(node)
-        asks.leases[id] = self._pool.pin(node)
-        pieces = self._pool.checkpoints.pieces(node) if node in self._pool.checkpoints else ()
-        return Leased(len(path), depth, (*self._pool.blocks_of(path[:depth]), *chain.from_iterable(pieces)))
-
-    def reads(
-        self, engine: int, id: int, keys: Sequence[bytes], now: float, chunk_nanoseconds: int = 0
-    ) -> float | None:
-        """Until when the answer to such a `run` waits for what is below this pool. None: it is known now. Computing a
-        chunk takes so long; 0: nobody knows.
+    def run(
+        self, engine: int, id: int, keys: Sequence[bytes], now: float = 0.0, chunk_nanoseconds: int = 0
+    ) -> Leased | Pending:
+        """The part of a prompt that is here. The request uses it, and has a lease on all that it takes to resume.
+        Pending: the answer waits for what is below this pool. Computing a chunk takes so long; 0: nobody knows.
         """
-        return None
+        return self._lease(engine, id, *self._find(engine, id, keys))
 
     def release(self, engine: int, id: int) -> None:
         """End a lease. Of a run that found nothing there is none."""
@@ -147,10 +131,7 @@ class Keeper:
         """`has_checkpoint`: the engine could write the checkpoint after the last of these chunks, too. Where there is
         no room for both, nothing is granted (rule 4).
         """
-        asks = self._engines[engine]
-        self._check_new(engine, id)
-        names = named(asks.namespace, keys)
-        path = self._path(names)
+        names, path, _, used = self._find(engine, id, keys)
         first = len(path)
         checkpoint = self._missing_checkpoint(names) if has_checkpoint else None
         if first == len(names) and checkpoint is None:
@@ -164,12 +145,12 @@ class Keeper:
         if self.absent or stop == first < len(names) or is_written:
             return Granted(first, (), try_again=True)
         self._policy.serve(engine)
-        touch = self._pool.touch(self._resumed(names, path)[1])
+        touch = self._pool.touch(used)
         wanted = Chain(names[first - 1] if first else None, names[first:stop], checkpoint)
         write = self._edge.stores.receive(wanted, touch, engine)
         if write is None:
             return Granted(first, ())
-        asks.writes[id] = write
+        self._engines[engine].writes[id] = write
         slots = self._pool.blocks_of(write.nodes[: len(write.chain.keys)])
         return Granted(first, slots, pieces=self._granted_pieces(write))
 
@@ -203,13 +184,29 @@ class Keeper:
         if id in asks.leases or id in asks.writes:
             raise MisuseError(f"the number {id} is that of another question")
 
-    def _path(self, names: Sequence[bytes]) -> Sequence[int]:
-        return path_of(names, self._pool)
-
-    def _resumed(self, names: Sequence[bytes], path: Sequence[int]) -> tuple[int, int | None]:
-        """After how many of these chunks, which are here, a request can resume, and the node that has all it takes."""
+    def _find(
+        self, engine: int, id: int, keys: Sequence[bytes]
+    ) -> tuple[Sequence[bytes], Sequence[int], int, int | None]:
+        """The names of a prompt, the nodes of those that are here, after how many of them a request can resume, and the
+        node that has all it takes.
+        """
+        self._check_new(engine, id)
+        names = named(self._engines[engine].namespace, keys)
+        path = path_of(names, self._pool)
         depth = self._pool.depth(self._pool.resume_points.nearest(path[-1])) if path else 0
-        return depth, self._coordinator.resume_node(names, depth) if depth else None
+        return names, path, depth, self._coordinator.resume_node(names, depth) if depth else None
+
+    def _lease(
+        self, engine: int, id: int, names: Sequence[bytes], path: Sequence[int], depth: int, node: int | None
+    ) -> Leased:
+        if node is None:
+            return Leased(len(path), 0, ())
+        self._used(names[:depth])
+        self._policy.serve(engine)
+        self._pool.touch(node)
+        self._engines[engine].leases[id] = self._pool.pin(node)
+        pieces = self._pool.checkpoints.pieces(node) if node in self._pool.checkpoints else ()
+        return Leased(len(path), depth, (*self._pool.blocks_of(path[:depth]), *chain.from_iterable(pieces)))
 
     def _check_one_prompt(self, names: Sequence[bytes], first: int) -> None:
         """Raise MisuseError for names of several prompts, of which those from `first` on are not here."""

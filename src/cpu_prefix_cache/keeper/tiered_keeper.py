@@ -1,7 +1,7 @@
 """TieredKeeper: a Keeper with a tier below its pool, which outlives keeper and engines.
 
     commit     what an engine has written goes to the tier, too, and at once: all of a node may be killed
-    reads      the tier has more of a prompt than the pool: it is read, and the question answered later
+    run        the tier has more of a prompt than the pool: it is read, and the question answered later
     step       what is read can be found like anything else, and so the question is answered as any; the same when the
                tier is late, loses some, or pauses
 
@@ -15,12 +15,11 @@ from typing import cast
 
 from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.keeper import Keeper, path_of
-from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.protocol import MICROSECOND, MOST_MICROSECONDS
 from cpu_prefix_cache.keeper.records import Records
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS
-from cpu_prefix_cache.messages.request import Request
+from cpu_prefix_cache.messages.request import Pending, Request
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
@@ -56,31 +55,31 @@ class TieredKeeper(Keeper):
 
     # Questions that wait
 
-    def reads(
-        self, engine: int, id: int, keys: Sequence[bytes], now: float, chunk_nanoseconds: int = 0
-    ) -> float | None:
+    def run(
+        self, engine: int, id: int, keys: Sequence[bytes], now: float = 0.0, chunk_nanoseconds: int = 0
+    ) -> Leased | Pending:
         self.passed(now)
-        asks = self._engines[engine]
-        self._check_new(engine, id)
-        if self.absent or not self.below.can_be_read:
-            return None
-        names = named(asks.namespace, keys)
-        depth, _ = self._resumed(names, self._path(names))
-        if depth == len(names):
-            return None
+        names, path, depth, node = self._find(engine, id, keys)
+        may_read = depth < len(names) and not self.absent and self.below.can_be_read
+        pending = self._read(engine, id, keys, names, depth, chunk_nanoseconds) if may_read else None
+        return pending or self._lease(engine, id, names, path, depth, node)
+
+    def _read(
+        self, engine: int, id: int, keys: Sequence[bytes], names: Sequence[bytes], depth: int, chunk_nanoseconds: int
+    ) -> Pending | None:
+        """Begin to read what the tier has of a prompt, of which so many chunks are here. None: it is not worth it."""
         path_of(names, self.below.pool)
         here = depth * self.planner.grid_tokens
         request = Request((engine, id), names, len(names) * self.planner.grid_tokens + 1)
         chosen = self._worth_it(request, here, chunk_nanoseconds)
         if chosen is None:
             return None
-        self._read_at = now
-        deadline = self._promotions.deadline(now, self._promotions.queue_bytes + chosen.num_bytes)
-        deadline = min(deadline, now + MOST_MICROSECONDS * MICROSECOND)
+        self._read_at = self._step_at = self._now
+        deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
+        deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
         want = self._promotions.note(request, chosen, here, deadline)
         self._readings[engine, id] = _Reading(engine, keys, want)
-        self._step_at = now
-        return deadline
+        return Pending(deadline)
 
     def _worth_it(self, request: Request, here: int, chunk_nanoseconds: int) -> Candidate | None:
         """How far to read for a request, where that saves time. Now and then a little, to measure the rate again."""
@@ -106,7 +105,7 @@ class TieredKeeper(Keeper):
             if want.is_over or self._now >= want.deadline:
                 del self._readings[engine, id]
                 try:
-                    yield engine, id, self.run(engine, id, reading.keys)
+                    yield engine, id, self._lease(engine, id, *self._find(engine, id, reading.keys))
                 except MisuseError:
                     yield engine, id, None
                 finally:

@@ -45,6 +45,7 @@ from cpu_prefix_cache.keeper.protocol import (
 from cpu_prefix_cache.keeper.shape import planner_of, shared_shape
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
+from cpu_prefix_cache.messages.request import Pending
 from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node import region as regions
@@ -345,12 +346,12 @@ class Server:
             raise ProtocolError(f"got {kind.name} before {Kind.HELLO.name}")
         elif kind is Kind.RUN:
             now = time.monotonic()
-            deadline = keeper.reads(engine, id, keys, now, numbers[0])
-            if deadline is None:
-                self._send(connection, Message(Kind.RAN, id, keeper.run(engine, id, keys).numbers))
-            else:
-                microseconds = int((deadline - now) / MICROSECOND)
+            answer = keeper.run(engine, id, keys, now, numbers[0])
+            if isinstance(answer, Pending):
+                microseconds = int((answer.deadline - now) / MICROSECOND)
                 self._send(connection, Message(Kind.READING, id, (microseconds,)))
+            else:
+                self._send(connection, Message(Kind.RAN, id, answer.numbers))
         elif kind is Kind.TAKE:
             granted = keeper.take(engine, id, keys, bool(numbers[0]))
             self._send(connection, Message(Kind.TOOK, id, granted.numbers))

@@ -15,6 +15,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGrou
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.shape import shared_planner
 from cpu_prefix_cache.keeper.tiered_keeper import ROOM_SECONDS
+from cpu_prefix_cache.messages.request import Pending
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.files import FilesBelow
 from cpu_prefix_cache.slab.settings import FileTier
@@ -83,7 +84,7 @@ def stores(below, memory, keys=KEYS, id=1):
 
 def loads(below, memory):
     """Contents of the slots that are found, read from files."""
-    assert reads(below) is not None
+    assert waits(below)
     ((_, _, leased),) = until_so(below, lambda: not below.keeper.is_reading)
     found = [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in leased.slots]
     below.keeper.release(ENGINE, 2)
@@ -105,7 +106,7 @@ def test_files_of_a_pool_are_the_same_whichever_of_its_models_comes_first(tmp_pa
     with pool(tmp_path, model(BLOCK, BLOCK, BLOCK)) as (below, memory):
         assert loads(below, memory) == stored and len(stored) == 9
     with pool(tmp_path, model(BLOCK)) as (below, memory):
-        assert reads(below) is None, "a chunk of one slot has another folder"
+        assert not waits(below), "a chunk of one slot has another folder"
 
 
 def test_a_chunk_of_more_slots_than_a_record_numbers_has_no_files():
@@ -119,7 +120,8 @@ def test_nothing_is_read_while_an_engine_of_an_earlier_keeper_may_write_to_any_s
         stores(below, memory)
     with pool(tmp_path, LARGE) as (below, memory):
         below.keeper.absent.add(7)
-        assert reads(below) is None and below.keeper.run(ENGINE, 2, KEYS).slots == ()
+        assert reads(below).slots == ()
+        below.keeper.release(ENGINE, 2)
         below.keeper.absent.discard(7)
         assert len(loads(below, memory)) == 6
 
@@ -132,9 +134,9 @@ def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_
         began = time.monotonic()
         for nanoseconds, is_read in ((10_000_000, False), (20_000_000, True)):
             below.keeper._read_at = began
-            assert (reads(below, nanoseconds, now=began) is not None) is is_read
+            assert waits(below, nanoseconds, now=began) is is_read
             below.keeper.release(ENGINE, 2)
-        assert reads(below, 10_000_000, now=began + TRIAL_SECONDS) is not None
+        assert waits(below, 10_000_000, now=began + TRIAL_SECONDS)
         below.keeper.release(ENGINE, 2)
         until_so(below, lambda: not below.keeper.below.has_transfers)
 
@@ -145,7 +147,7 @@ def test_chunks_that_are_read_count_for_the_engine_of_the_question(tmp_path):
         stores(below, memory)
     with pool(tmp_path, LARGE) as (below, memory):
         below.keeper.join(other, bytes(NAMESPACE_BYTES))
-        assert reads(below) is not None
+        assert waits(below)
         until_so(below, lambda: below.keeper._promotions.slices)
         below.keeper.take(other, 9, KEYS)
         below.keeper.commit(other, 9, 1, False)
@@ -161,7 +163,7 @@ def test_questions_that_wait_cost_nothing_while_nothing_is_read(tmp_path, monkey
         keeper, now = below.keeper, time.monotonic()
         seen = Mock(wraps=keeper._promotions.advance)
         monkeypatch.setattr(keeper._promotions, "advance", seen)
-        assert reads(below, now=now) is not None
+        assert waits(below, now=now)
         for _ in range(100):
             assert not list(keeper.step())
         assert seen.call_count == 1
@@ -182,7 +184,7 @@ def test_questions_behind_one_that_finds_no_room_cost_nothing(tmp_path, monkeypa
         seen = Mock(wraps=keeper._promotions.advance)
         monkeypatch.setattr(keeper._promotions, "advance", seen)
         for id, keys in enumerate(prompts):
-            assert keeper.reads(ENGINE, id, keys, now) is not None
+            assert isinstance(keeper.run(ENGINE, id, keys, now), Pending)
         assert not list(keeper.step()) and seen.call_count == 2
         answered = until_so(below, lambda: not keeper.is_reading)
         assert [leased.depth for _, _, leased in answered] == [SLOTS // 8] * len(prompts)
@@ -210,4 +212,8 @@ def test_a_chunk_that_files_have_of_another_prompt_is_no_question(tmp_path):
 
 
 def reads(below, nanoseconds=0, now=None, keys=KEYS):
-    return below.keeper.reads(ENGINE, 2, keys, time.monotonic() if now is None else now, nanoseconds)
+    return below.keeper.run(ENGINE, 2, keys, time.monotonic() if now is None else now, nanoseconds)
+
+
+def waits(below, nanoseconds=0, now=None):
+    return isinstance(reads(below, nanoseconds, now), Pending)
