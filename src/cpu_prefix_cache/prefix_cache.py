@@ -22,16 +22,17 @@ Rules are numbered in README.md beside this file.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
-from cpu_prefix_cache.messages.next_use import NextUses
+from cpu_prefix_cache.messages.next_use import counted_next_use
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS, CacheOptions
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
-from cpu_prefix_cache.messages.stats import CacheStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics, HintStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
@@ -130,7 +131,7 @@ class CPUPrefixCache:
         self.edge = Edge(stores, when, min_load_tokens=options.min_load_tokens, running=self._running)
         self._is_full = False  # in this step a load had no room beside others
         self._hit_tokens = self._union_misses = 0
-        self._next_uses = NextUses()
+        self._hints = Counter[str]()  # by their names in HintStatistics
         self._work = 0
 
     @property
@@ -285,7 +286,7 @@ class CPUPrefixCache:
             kept += self._wanted_checkpoints(request, end)
             self._union_misses += self._is_union_miss(request, end)
         self.pool.missed(request.keys, resumed)
-        next_use = self._next_uses.read(request.next_use)
+        next_use = counted_next_use(request.next_use, self._hints)
         touch = self.pool.touch(deepest, request.keys, now, request.num_tokens, next_use)
         self._running.admitted(Running(request, n0, touch, resumed, kept, stale=self.is_off or not request.stores))
         self._hit_tokens += end - n0
@@ -419,7 +420,7 @@ class CPUPrefixCache:
             work=copies.work + self._work,
             hit_tokens=self._hit_tokens,
             union_misses=self._union_misses,
-            hints=self._next_uses.statistics(),
+            hints=HintStatistics(**self._hints),
         )
 
     def take_events(self) -> list[BoundaryEvent]:

@@ -10,7 +10,6 @@ all ranks of an engine. What is read takes slots of the pool as engines' writes 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from cpu_prefix_cache.keeper.answers import Leased
@@ -30,15 +29,6 @@ from cpu_prefix_cache.tiers.time_saved import Candidate, best
 ROOM_SECONDS = 0.02  # after which it is seen whether the pool has room again for a read that found none
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A question whose answer waits for a want."""
-
-    engine: int
-    keys: Sequence[bytes]
-    want: Want
-
-
 class TieredKeeper(Keeper):
     """With a tier of so many `slots`. Besides messages it gets the time; `plan_below` goes to the tier, which sends
     `report_below`. Raises ConfigurationError for a tier smaller than twice the pool, and as Keeper.
@@ -49,7 +39,8 @@ class TieredKeeper(Keeper):
         options = TierOptions(slots, offload="eager")
         self.below = TierCache(planner, self._pool, options, USUAL_OPTIONS, ranks=1)
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
-        self._readings: dict[tuple[int, int], _Reading] = {}  # by engine and the number of its question
+        # the keys and the want of a question whose answer waits for that, by engine and number
+        self._readings: dict[tuple[int, int], tuple[Sequence[bytes], Want]] = {}
         self._now = self._read_at = 0.0  # when a question last began to wait
         self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
@@ -78,7 +69,7 @@ class TieredKeeper(Keeper):
         deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
         deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
         want = self._promotions.note(request, chosen, here, deadline)
-        self._readings[engine, id] = _Reading(engine, keys, want)
+        self._readings[engine, id] = keys, want
         return Pending(deadline)
 
     def _worth_it(self, request: Request, here: int, chunk_nanoseconds: int) -> Candidate | None:
@@ -100,27 +91,25 @@ class TieredKeeper(Keeper):
             return
         self._advance()
         self._step_at = self._now + ROOM_SECONDS
-        for (engine, id), reading in list(self._readings.items()):
-            want = reading.want
+        for (engine, id), (keys, want) in list(self._readings.items()):
             if want.is_over or self._now >= want.deadline:
                 del self._readings[engine, id]
                 try:
-                    yield engine, id, self._lease(engine, id, *self._find(engine, id, reading.keys))
+                    yield engine, id, self._lease(engine, id, *self._find(engine, id, keys))
                 except MisuseError:
                     yield engine, id, None
                 finally:
                     self._end(want)  # after the lease that the answer has
-        self._step_at = min((self._step_at, *(each.want.deadline for each in self._readings.values())))
+        self._step_at = min((self._step_at, *(want.deadline for _, want in self._readings.values())))
 
     def _advance(self) -> None:
         """Read more for questions that wait, those that came first before others. One that has not begun, behind one
         that finds no room, costs nothing.
         """
         may_read = True
-        for reading in self._readings.values():
-            want = reading.want
+        for (engine, _), (_, want) in self._readings.items():
             if (may_read or want.has_begun) and not want.is_over and self._now < want.deadline:
-                self._policy.serve(reading.engine)
+                self._policy.serve(engine)
                 may_read = self._promotions.advance(want, may_read, self._now)
 
     def _end(self, want: Want) -> None:
@@ -129,11 +118,10 @@ class TieredKeeper(Keeper):
         self._step_at = self._now
 
     def release(self, engine: int, id: int) -> None:
-        reading = self._readings.pop((engine, id), None)
-        if reading is None:
-            super().release(engine, id)
+        if (engine, id) in self._readings:
+            self._end(self._readings.pop((engine, id))[1])
         else:
-            self._end(reading.want)
+            super().release(engine, id)
 
     def leave(self, engine: int) -> None:
         for other, id in list(self._readings):
@@ -168,7 +156,7 @@ class TieredKeeper(Keeper):
         super().check_valid()
         self.below.edge.check_valid()
         self._promotions.check_valid()
-        assert {*self._promotions.open} == {each.want for each in self._readings.values()}, "a want is nobody's"
+        assert {*self._promotions.open} == {want for _, want in self._readings.values()}, "a want is nobody's"
 
     def _check_new(self, engine: int, id: int) -> None:
         super()._check_new(engine, id)

@@ -9,9 +9,8 @@
 A hint may be wrong, and none stops a request. So a wrong one is counted instead of refused.
 """
 
+from collections import Counter
 from math import inf
-
-from cpu_prefix_cache.messages.stats import HintStatistics
 
 LONGEST = 65_536.0  # seconds: the policies distinguish no longer ones
 
@@ -29,22 +28,9 @@ def usable_next_use(given: object) -> float | None:
     return inf if given == inf else float(max(0.0, min(given, LONGEST)))
 
 
-class NextUses:
-    """Counts the hints that requests came with."""
-
-    def __init__(self) -> None:
-        self._accepted = self._clipped = self._malformed = 0
-
-    def read(self, given: object) -> float | None:
-        """Count a hint. Returns what can be used of it."""
-        used = usable_next_use(given)
-        if used is None:
-            self._malformed += given is not None
-        elif used == given:
-            self._accepted += 1
-        else:
-            self._clipped += 1
-        return used
-
-    def statistics(self) -> HintStatistics:
-        return HintStatistics(self._accepted, self._clipped, self._malformed)
+def counted_next_use(given: object, counts: Counter[str]) -> float | None:
+    """As `usable_next_use`, of a hint that a request came with, which is counted by its name in HintStatistics."""
+    used = usable_next_use(given)
+    if given is not None:
+        counts["malformed" if used is None else "accepted" if used == given else "clipped"] += 1
+    return used

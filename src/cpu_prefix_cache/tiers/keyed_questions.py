@@ -8,16 +8,10 @@ concern of this file. All names that were looked up since the last plan are one 
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from cpu_prefix_cache.messages.tier import Ask, BlockName, Told
 
 ABSENT_SECONDS = 1.0
-
-
-class _Question(NamedTuple):
-    names: tuple[BlockName, ...]
-    deadline: float
 
 
 class KeyedQuestions:
@@ -27,7 +21,7 @@ class KeyedQuestions:
         self._seconds = seconds
         self._now = 0.0
         self._new: dict[BlockName, None] = {}
-        self._asked: dict[int, _Question] = {}  # by number, in their order
+        self._asked: dict[int, tuple[tuple[BlockName, ...], float]] = {}  # with deadlines, by number, in order
         self._awaited: dict[BlockName, int] = {}  # by name, the number of its question
         self._absent: dict[BlockName, float] = {}  # until when, in this order
         self._next = 0
@@ -47,7 +41,7 @@ class KeyedQuestions:
         self._now = now
         while self._absent and next(iter(self._absent.values())) <= now:
             del self._absent[next(iter(self._absent))]
-        late = [number for number, each in self._asked.items() if each.deadline <= now]
+        late = [number for number, (_, deadline) in self._asked.items() if deadline <= now]
         for number in late:
             self._over(number)
         return bool(late)
@@ -58,7 +52,7 @@ class KeyedQuestions:
             return ()
         names, self._new = tuple(self._new), {}
         number, self._next = self._next, self._next + 1
-        self._asked[number] = _Question(names, self._now + self._seconds)
+        self._asked[number] = names, self._now + self._seconds
         self._awaited.update(dict.fromkeys(names, number))
         return (Ask(number, tuple({name.key: None for name in names})),)
 
@@ -85,6 +79,6 @@ class KeyedQuestions:
         self._absent.clear()
 
     def _over(self, number: int) -> None:
-        for name in self._asked.pop(number).names:
+        for name in self._asked.pop(number)[0]:
             if self._awaited.pop(name, None) is not None:
                 self._absent[name] = self._now + ABSENT_SECONDS
