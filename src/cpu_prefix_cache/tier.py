@@ -10,8 +10,9 @@ from cpu_prefix_cache.messages.errors import TierUnavailable
 from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.slab.identity import CRYPTOGRAPHIC
 from cpu_prefix_cache.slab.namespace import Namespace, Value
-from cpu_prefix_cache.slab.tier import CRYPTOGRAPHIC, RankPart, Tier
+from cpu_prefix_cache.slab.tier import RankPart, Tier
 from cpu_prefix_cache.slab.weights import weights_in
 from cpu_prefix_cache.stores.dialect import parse_tier
 from cpu_prefix_cache.stores.keyed_store import Got, KeyedStore

@@ -34,12 +34,12 @@ from cpu_prefix_cache.messages.numbers import Numbers
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
+from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node.settings import NodePool
 from cpu_prefix_cache.offload.device import Device, check_fits, chunk_tokens
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
-from cpu_prefix_cache.slab.identity import check_identity
 from cpu_prefix_cache.slab.tier import Tier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 
@@ -288,7 +288,8 @@ class Halves:
 
         Raises ConfigurationError for a revision that is no text, or empty.
         """
-        check_identity(None, revision, None)
+        if revision is not None:
+            check_text("the revision of a reset", revision)
         self._check_usable()
         for running in self._running.values():
             running.keys = ()

@@ -39,8 +39,8 @@ from cpu_prefix_cache.keyed.tiered_keyed_cache import TieredKeyedCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers, is_integer, is_whole, numbers
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
+from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.offload.transfers import Transfer
-from cpu_prefix_cache.slab.identity import check_identity
 from cpu_prefix_cache.slab.tier import Tier
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ class KeyedHostCache:
 
         A `revision` names the weights from now on, for the tier. Raises ConfigurationError for one that is no text.
         """
-        check_identity(None, revision, None)
+        if revision is not None:
+            check_text("the revision of a reset", revision)
         self._check_usable()
         if self._tier is None:
             self.cache.reset()

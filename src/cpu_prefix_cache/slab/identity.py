@@ -10,45 +10,82 @@ tier without an identity serves the KV of one to the other.
 
 import hashlib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.slab.weights import weights_in
 
+if TYPE_CHECKING:
+    from cpu_prefix_cache.model.planner import HybridChunkPlanner
+    from cpu_prefix_cache.slab.namespace import Namespace, Value
+
 CONFIGURATION = "config.json"
+CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can find a second text for
 Weights = str | os.PathLike[str]
 
 
-class Identity(NamedTuple):
-    model: str
-    revision: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identified:
+    """`model` and `revision` identify KV; a `revision` changes with the weights. In place of both, or of the revision,
+    `weights` is the folder that the weights are in. `hash` is the digest that keys are. Raises ConfigurationError.
+    """
 
+    model: str | None = None
+    revision: str | None = None
+    weights: Weights | None = None
+    hash: str = "sha256"
 
-def check_identity(model: str | None, revision: str | None, weights: Weights | None, *, place: str = "tier") -> None:
-    """Raise ConfigurationError for what can name no weights, whatever it is that a caller still adds."""
-    for name, value in ("model", model), ("revision", revision):
-        if value is not None:
-            check_text(f"{name} of a {place}", value)
-    if weights is not None and revision is not None:
-        raise ConfigurationError(
-            f"weights={os.fspath(weights)!r} makes a revision, and {revision!r} is given, too; leave one of them out"
+    PLACE: ClassVar[str] = "tier"  # in sentences
+
+    def __post_init__(self) -> None:
+        check_hash(self.hash)
+        for name, value in ("model", self.model), ("revision", self.revision):
+            if value is not None:
+                check_text(f"{name} of a {self.PLACE}", value)
+        if self.weights is not None and self.revision is not None:
+            raise ConfigurationError(
+                f"weights={os.fspath(self.weights)!r} makes a revision, and {self.revision!r} is given, too; leave one "
+                "of them out"
+            )
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """A model and a revision. Raises ConfigurationError where it is not known which weights these are."""
+        if self.weights is not None:
+            path = Path(self.weights).resolve()
+            return self.model or path.name, _revision_of(path, self.PLACE)
+        if self.model is None or self.revision is None:
+            missing = "model" if self.model is None else "revision"
+            raise ConfigurationError(
+                f"a {self.PLACE} serves whoever names the same model and revision, and {missing} is missing: give it "
+                "model=... and revision=... (another one whenever the weights change), or weights=... (the folder they "
+                "are in)"
+            )
+        return self.model, self.revision
+
+    def namespace(
+        self, planner: "HybridChunkPlanner", *, dtype: str, ranks: int, extra: "Mapping[str, Value]"
+    ) -> "Namespace":
+        """The namespace of this KV, as `namespace_of`. Raises ConfigurationError where the identity is not known."""
+        from cpu_prefix_cache.slab.namespace import namespace_of
+
+        model, revision = self.identity
+        return namespace_of(
+            planner, model=model, revision=revision, dtype=dtype, hash=self.hash, ranks=ranks, extra=extra
         )
 
 
-def identity_of(model: str | None, revision: str | None, weights: Weights | None, *, place: str = "tier") -> Identity:
-    """Raises ConfigurationError where it is not known which weights these are."""
-    if weights is not None:
-        path = Path(weights).resolve()
-        return Identity(model or path.name, _revision_of(path, place))
-    for name, value in ("model", model), ("revision", revision):
-        if value is None:
-            raise ConfigurationError(
-                f"a {place} serves whoever names the same model and revision, and {name} is missing: give it model=... "
-                "and revision=... (another one whenever the weights change), or weights=... (the folder they are in)"
-            )
-    return Identity(str(model), str(revision))
+def check_hash(name: str) -> None:
+    """Raise ConfigurationError unless keys by this digest may be kept on disk (rule 14)."""
+    if name not in CRYPTOGRAPHIC:
+        raise ConfigurationError(
+            f"bytes on disk are served by their key alone, so keys must be digests by {' or '.join(CRYPTOGRAPHIC)}, "
+            f"and {name!r} is none; set the engine's prefix hash to sha256"
+        )
 
 
 def _revision_of(path: Path, place: str) -> str:

@@ -14,7 +14,7 @@ from cpu_prefix_cache.memory.layout_version import LAYOUT_VERSION
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
-from cpu_prefix_cache.slab.tier import check_hash
+from cpu_prefix_cache.slab.identity import check_hash
 
 FORMAT = "cpu-prefix-cache/slab/1"
 LENGTH_BYTES = 8

@@ -10,7 +10,7 @@ Knows no torch, so that the process that decides can read it, too.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.texts import check_text
 from cpu_prefix_cache.messages.tier import TierOptions
-from cpu_prefix_cache.slab.identity import Identity, Weights, check_identity, identity_of
+from cpu_prefix_cache.slab.identity import Identified
 
 if TYPE_CHECKING:
     import torch
 
-    from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
-    from cpu_prefix_cache.slab.namespace import Namespace, Value
+    from cpu_prefix_cache.model.planner import Piece
+    from cpu_prefix_cache.slab.namespace import Namespace
     from cpu_prefix_cache.slab.opening import OpeningTier
     from cpu_prefix_cache.slab.rank_tier import RankTier
-
-CRYPTOGRAPHIC = ("sha256", "sha256_cbor")  # digests of 32 bytes that nobody can find a second text for
 
 
 class RankPart(NamedTuple):
@@ -46,24 +44,18 @@ class RankPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tier(ABC):
-    """Options that every tier has.
+class Tier(Identified, ABC):
+    """Options that every tier has, beside those that identify its KV. Some connectors know all of these.
 
-    `model` and `revision` identify its KV; a `revision` changes with the weights. In place of both, or of the
-    revision, `weights` is the folder that the weights are in. Some connectors know all of it. `hash` is the digest that
-    keys are. `offload` is "lazy", "eager" or None: the decider chooses. `flush_seconds` are spent at most at the end of
-    the process on KV that is not in the tier yet.
+    `offload` is "lazy", "eager" or None: the decider chooses. `flush_seconds` are spent at most at the end of the
+    process on KV that is not in the tier yet.
 
     Raises ConfigurationError.
     """
 
-    model: str | None = None
-    revision: str | None = None
-    hash: str = "sha256"
     offload: str | None = None
     policy: str = "lru"
     flush_seconds: float = 10.0
-    weights: Weights | None = None
 
     MODES: ClassVar[tuple[str | None, ...]] = ("lazy", "eager", None)
 
@@ -72,13 +64,7 @@ class Tier(ABC):
         check_text("policy of a tier", self.policy)
         is_right = is_seconds(self.flush_seconds) and self.flush_seconds >= 0
         check_option("flush_seconds", self.flush_seconds, is_right, "a number of seconds, at least 0")
-        check_hash(self.hash)
-        check_identity(self.model, self.revision, self.weights)
-
-    @property
-    def identity(self) -> Identity:
-        """The identity of its KV. Raises ConfigurationError where that is not known."""
-        return identity_of(self.model, self.revision, self.weights)
+        Identified.__post_init__(self)
 
     def of_engine(self, number: int) -> Self:
         """The tier of one of several engines that were started with the same options, numbered from 0."""
@@ -91,17 +77,6 @@ class Tier(ABC):
     def options(self, slots: int) -> TierOptions:
         """Options of a TieredCache above so many of its slots."""
         return TierOptions(slots, self.offload, self.policy)
-
-    def namespace(
-        self, planner: "HybridChunkPlanner", *, dtype: str, ranks: int, extra: "Mapping[str, Value]"
-    ) -> "Namespace":
-        """The namespace of its KV, as `namespace_of`. Raises ConfigurationError where the identity is not known."""
-        from cpu_prefix_cache.slab.namespace import namespace_of
-
-        model, revision = self.identity
-        return namespace_of(
-            planner, model=model, revision=revision, dtype=dtype, hash=self.hash, ranks=ranks, extra=extra
-        )
 
     def opening(
         self, namespace: "Namespace", region: "torch.Tensor | memoryview", pieces: "Sequence[Piece]", part: RankPart
@@ -131,12 +106,3 @@ def check_option(name: str, value: object, is_right: bool, words: str, *, place:
 
 def is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check_hash(name: str) -> None:
-    """Raise ConfigurationError unless keys by this digest may be kept on disk (rule 14)."""
-    if name not in CRYPTOGRAPHIC:
-        raise ConfigurationError(
-            f"bytes on disk are served by their key alone, so keys must be digests by {' or '.join(CRYPTOGRAPHIC)}, "
-            f"and {name!r} is none; set the engine's prefix hash to sha256"
-        )

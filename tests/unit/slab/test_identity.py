@@ -5,7 +5,7 @@ import os
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.slab.identity import check_identity, identity_of
+from cpu_prefix_cache.slab.identity import Identified
 
 
 @pytest.fixture
@@ -17,21 +17,25 @@ def folder(tmp_path):
     return made
 
 
+def identity_of(model=None, revision=None, weights=None):
+    return Identified(model=model, revision=revision, weights=weights).identity
+
+
 def test_a_given_model_and_revision_are_taken():
-    assert identity_of("llama", "2026-11", None) == ("llama", "2026-11")
+    assert identity_of("llama", "2026-11") == ("llama", "2026-11")
 
 
 def test_a_folder_of_weights_has_a_name_and_a_revision(folder, monkeypatch):
-    model, revision = identity_of(None, None, folder)
+    model, revision = identity_of(weights=folder)
     assert model == "llama-tuned" and revision.startswith("files ")
-    assert identity_of("mine", None, str(folder)) == ("mine", revision)
+    assert identity_of("mine", weights=str(folder)) == ("mine", revision)
     monkeypatch.chdir(folder)
-    assert identity_of(None, None, ".") == (model, revision)
+    assert identity_of(weights=".") == (model, revision)
 
 
 def test_a_revision_changes_with_weight_files_and_configuration(folder):
     def revision():
-        return identity_of(None, None, folder).revision
+        return identity_of(weights=folder)[1]
 
     seen = [revision()]
     (folder / "README.md").write_text("nothing that is computed with")
@@ -56,8 +60,8 @@ def test_weights_whose_files_have_one_time_are_distinguished(folder, at):
         content[begin : at + 40_000] = bytes([byte]) * (min(500_000, at + 40_000) - begin)
         file.write_bytes(content)
         os.utime(file, (1, 1))
-        seen.append(identity_of(None, None, folder))
-    assert seen[0].model == seen[1].model and seen[0].revision != seen[1].revision
+        seen.append(identity_of(weights=folder))
+    assert seen[0][0] == seen[1][0] and seen[0][1] != seen[1][1]
 
 
 def test_weights_that_cannot_be_read_name_nothing(folder, monkeypatch):
@@ -66,13 +70,13 @@ def test_weights_that_cannot_be_read_name_nothing(folder, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.open", refuses)
     with pytest.raises(ConfigurationError, match="cannot be read: not yours"):
-        identity_of(None, None, folder)
+        identity_of(weights=folder)
 
 
 def test_a_file_may_have_any_name(folder):
-    before = identity_of(None, None, folder).revision
+    before = identity_of(weights=folder)[1]
     (folder / os.fsdecode(b"\xff.safetensors")).write_bytes(b"more")
-    assert identity_of(None, None, folder).revision != before
+    assert identity_of(weights=folder)[1] != before
 
 
 @pytest.mark.parametrize("text", ["", "step-\udcff"])
@@ -81,21 +85,21 @@ def test_a_text_that_no_digest_takes_is_refused(text, at):
     given: list[str | None] = [None, None]
     given[at] = text
     with pytest.raises(ConfigurationError, match="is a text"):
-        check_identity(*given, None)
+        Identified(model=given[0], revision=given[1])
 
 
 def test_one_file_is_enough(folder):
-    assert identity_of(None, None, folder / "model.safetensors").model == "model.safetensors"
+    assert identity_of(weights=folder / "model.safetensors")[0] == "model.safetensors"
 
 
 @pytest.mark.parametrize("where", ["empty", "nowhere"])
 def test_a_folder_without_weights_names_nothing(tmp_path, where):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match=rf"{where} has no weight files.*or a model="):
-        identity_of(None, None, tmp_path / where)
+        identity_of(weights=tmp_path / where)
 
 
 @pytest.mark.parametrize(("given", "missing"), [((None, "1"), "model"), (("m", None), "revision")])
 def test_the_missing_field_is_named(given, missing):
     with pytest.raises(ConfigurationError, match=f"{missing} is missing"):
-        identity_of(*given, None)
+        identity_of(*given)

@@ -233,7 +233,7 @@ def test_old_weights_that_come_back_find_what_they_had(filled):
 @pytest.mark.parametrize("revision", ["", 7])
 def test_a_reset_to_what_is_no_revision_changes_nothing(filled, revision):
     engine = engine_on(filled)
-    with pytest.raises(ConfigurationError, match="revision of a tier is a text"):
+    with pytest.raises(ConfigurationError, match="revision of a reset is a text"):
         engine.host.reset(revision)
     assert engine.host.cache.epoch == 0
     engine.host.close()
