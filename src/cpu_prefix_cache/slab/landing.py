@@ -9,10 +9,6 @@ import threading
 from collections.abc import Sequence
 
 
-class GivenUp(OSError):
-    """A read has stalled for so long that nobody waits for it any more."""
-
-
 class Landing:
     """Memory of `num_bytes` for each thread, in whole pages as direct file I/O needs them, from its first read on."""
 

@@ -34,7 +34,7 @@ from cpu_prefix_cache.messages.tier import READ_BYTES
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below, address_of
 from cpu_prefix_cache.slab.jobs import Jobs
-from cpu_prefix_cache.slab.landing import GivenUp, Landing
+from cpu_prefix_cache.slab.landing import Landing
 from cpu_prefix_cache.slab.meter import RateMeter
 from cpu_prefix_cache.slab.records import check_label
 
@@ -290,7 +290,7 @@ class _Transfer(Event):
                 self._finish()
 
     def land(self, landed: Sequence[memoryview], views: Sequence[memoryview]) -> None:
-        """Copy what a slice has read to host memory. Raises GivenUp if nobody waits for it any more."""
+        """Copy what a slice has read to host memory. Raises OSError if nobody waits for it any more."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -318,7 +318,7 @@ class _Transfer(Event):
 
     def _give_up(self) -> None:
         with self._lock:
-            self._error = self._error or GivenUp("no load has read a slice in time, or no thread is left for it")
+            self._error = self._error or OSError("no load has read a slice in time, or no thread is left for it")
         self._ended.set()
 
     def _finish(self) -> None:

@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.generations import FIRST
@@ -46,13 +45,6 @@ CALLS = 8  # at once, at most: as many sets of frames
 PORTION_BYTES = 256 << 20  # of host memory, registered when the first of its blocks is used
 
 
-class _Era(NamedTuple):
-    """Names stored and served between two resets."""
-
-    floor: int
-    names: Names
-
-
 class KeyedValues:
     """`store` belongs to this from now on. `namespace` identifies the bytes; each of `owners` owners has values of its
     own, each of `slot_bytes` bytes.
@@ -64,7 +56,7 @@ class KeyedValues:
     def __init__(self, store: KeyedStore, namespace: Namespace, *, number: int, owners: int, slot_bytes: int) -> None:
         self.store, self.slot_bytes = store, slot_bytes
         self._namespace, self._owner = namespace, f"owner {number} of {owners}".encode()
-        self._era = _Era(0, self._names_in(namespace))
+        self._era = 0, self._names_in(namespace)  # floor and names between two resets, set at once
         self._deletions = Deletions()
         self._memory = memoryview(b"")
         self._address, self._registered, self._lock = 0, set[int](), threading.Lock()
@@ -76,12 +68,12 @@ class KeyedValues:
 
     @property
     def floor(self) -> int:
-        return self._era.floor
+        return self._era[0]
 
     @property
     def names(self) -> Names:
         """Names of values that may be read now."""
-        return self._era.names
+        return self._era[1]
 
     @property
     def kept(self) -> int:
@@ -93,34 +85,35 @@ class KeyedValues:
 
     def advance(self, floor: int, revision: str | None = None) -> None:
         names = Names(os.urandom(32)) if revision is None else self._names_in(self._namespace.of_revision(revision))
-        self._era = _Era(floor, names)
+        self._era = floor, names
 
     def keep(self) -> None:
         """Later processes have the names from before, under which nobody knows what this one's weights were."""
 
     def write(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> None:
         """Store `views[i]` under `labels[i]`. Raises OSError when the store does, or does not take all of it."""
-        era = self._era
+        floor, names = self._era
         for label in labels:
             records.check_label(label)
-            if label.generation < era.floor:
+            if label.generation < floor:
                 raise OSError("what was to be stored is from before a reset")
         self._register(views)
         for begin in range(0, len(labels), CALL_VALUES):
             part = slice(begin, begin + CALL_VALUES)
-            self._put(era.names, views[part], labels[part])
+            self._put(names, views[part], labels[part])
 
     def read(self, slots: Sequence[int], views: Sequence[memoryview], labels: Sequence[Label]) -> list[int]:
         """Read the value of `labels[i]` into `views[i]`. The slots of those that are not right, whose views hold
         anything. Raises OSError when the store does.
         """
-        era = self._era
+        floor, names = self._era
         self._register(views)
         good: list[bool] = []
         for begin in range(0, len(labels), CALL_VALUES):
             part = slice(begin, begin + CALL_VALUES)
-            good += self._get(era, views[part], labels[part])
-        return [slot for slot, is_good in zip(slots, good, strict=True) if not is_good]
+            good += self._get(names, views[part], labels[part])
+        served = (is_good and label.generation >= floor for is_good, label in zip(good, labels, strict=True))
+        return [slot for slot, is_served in zip(slots, served, strict=True) if not is_served]
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing: the values of a store that failed are right, and stay."""
@@ -147,15 +140,15 @@ class KeyedValues:
         if not all(taken):
             raise OSError(f"the store did not take {taken.count(False)} of {len(taken)} values")
 
-    def _get(self, era: _Era, views: Sequence[memoryview], labels: Sequence[Label]) -> list[bool]:
-        names = [era.names.of_label(label) for label in labels]
+    def _get(self, own: Names, views: Sequence[memoryview], labels: Sequence[Label]) -> list[bool]:
+        names = [own.of_label(label) for label in labels]
         frames = self._frames.get()
         try:
             for each in frames[: len(labels)]:
                 each[:] = bytes(frame.SIZE)
             got = self._checked(self.store.get_into(names, list(zip(frames, views, strict=False)), GET_SECONDS), names)
             good = [
-                each is Got.READ and bytes(head) == self._frame_of(era.names, label, view)
+                each is Got.READ and bytes(head) == self._frame_of(own, label, view)
                 for each, head, label, view in zip(got, frames, labels, views, strict=False)
             ]
         finally:
@@ -166,7 +159,7 @@ class KeyedValues:
             if each is not Got.MISSING and not is_good
         ]
         self._delete(wrong[: self._deletions.read(sum(good), len(wrong))])
-        return [is_good and label.generation >= era.floor for is_good, label in zip(good, labels, strict=True)]
+        return good
 
     def _checked(self, got: Sequence[Got], names: Sequence[str]) -> Sequence[Got]:
         """A store that returns anything else was written for an earlier version, or has a defect."""

@@ -91,7 +91,10 @@ class Resp(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed's Buffer is newer than 3.11
-        return self._receive(buffer)
+        """Into a value all that is missing, into the memory of lines what there is."""
+        self._allow_what_is_left(socket.SO_RCVTIMEO)
+        with _late():
+            return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL if len(buffer) > READ_AHEAD_BYTES else 0)
 
     def _skip(self, size: int) -> None:
         while size:
@@ -105,12 +108,6 @@ class Resp(io.RawIOBase):
         self._allow_what_is_left(socket.SO_SNDTIMEO)
         with _late():
             return self._socket.sendmsg(parts)
-
-    def _receive(self, buffer: memoryview) -> int:
-        """Into a value all that is missing, into the memory of lines what there is."""
-        self._allow_what_is_left(socket.SO_RCVTIMEO)
-        with _late():
-            return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL if len(buffer) > READ_AHEAD_BYTES else 0)
 
     def _allow_what_is_left(self, option: int) -> None:
         left = max(1, int(1e6 * self._left()))  # 0 is for ever
@@ -138,7 +135,7 @@ class TlsResp(Resp):
         self._socket.settimeout(self._left())
         return self._socket.send(parts[0])
 
-    def _receive(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # as above
         self._socket.settimeout(self._left())
         return self._socket.recv_into(buffer)
 
