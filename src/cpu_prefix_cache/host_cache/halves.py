@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
+from cpu_prefix_cache.host_cache.copying_half import CopyingHalf
 from cpu_prefix_cache.host_cache.destinations import Destinations
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.node_pool import joined
@@ -77,7 +78,7 @@ class _Started:
     filled: tuple[Hit, list[list[int]]] | None = None  # what it loads, and where; with `strict`, until it is checked
 
 
-class Halves:
+class Halves(CopyingHalf):
     """All of a HostCache but how an engine reports what it has computed: for `_end_step` and `_end` of a subclass."""
 
     def __init__(
@@ -92,10 +93,7 @@ class Halves:
         below: Tier | None = None,
         pool: NodePool | None = None,
     ) -> None:
-        from cpu_prefix_cache.copier.choose import choose_copier
-        from cpu_prefix_cache.copier.worker import CopyWorker
         from cpu_prefix_cache.kv_layout import check_layout
-        from cpu_prefix_cache.memory.arena import HostArena
 
         check_device(device)
         check_option("options", options, isinstance(options, HostOptions), "HostOptions(policy=..., offload=...)")
@@ -113,8 +111,6 @@ class Halves:
             in_pages=below is not None,
         )
         check_fits(device, planner)  # as the cache does, but before the region is allocated
-        tensors = [each.tensors for each in groups]
-        on = tensors[0][0].device
         self._joined = None if pool is None else joined(pool, planner, groups)
         self._kept: KeptCache | None = None
         with ExitStack() as undo:
@@ -122,10 +118,7 @@ class Halves:
                 undo.callback(self._joined.close)
             num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
             region = None if self._joined is None else self._joined.region()
-            self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on, region=region)
-            copier = choose_copier(
-                planner, tensors, self._arena.blocks, null_block=device.null_block, pinned=self._arena
-            ).copier
+            self._begin_copying(planner, groups, num_blocks, options, null_block=device.null_block, region=region)
             engine = EngineTraits(
                 steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
                 exchanges=options.wrap_copier is None,  # a wrapper of a copier need not know of portions
@@ -156,19 +149,11 @@ class Halves:
                 self.cache = CPUPrefixCache(
                     planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine
                 )
-            self._worker = CopyWorker(
-                0,
-                copier if options.wrap_copier is None else options.wrap_copier(copier, tensors),
-                self._arena,
-                threads=on.type == "cuda" if options.threads is None else options.threads,
-                load_seconds=options.load_seconds,
-            )
             self._destinations = Destinations(self.cache, device, groups, strict=options.strict)
             undo.pop_all()
-        self._device, self._num_blocks = device, num_blocks
+        self._device = device
         self._strict = options.strict
         self._max_model_len = max_model_len
-        self._process, self._is_closed = os.getpid(), False
         self._running: dict[Hashable, _Started] = {}
         self._is_timed = self._tiered is not None or self._kept is not None  # to read files only where that is sooner
         self._began = 0.0  # when the last step did
@@ -299,34 +284,13 @@ class Halves:
         else:
             named.reset(revision)
 
-    def close(self) -> None:
-        """Wait for copies under way, write to the tier what only the host has, and give the host region back.
-
-        Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
-        """
-        if self._is_closed or self._process != os.getpid():
-            return
+    def _close(self) -> None:
         if self._tier is not None:
             self._tier.flush(self._step_at_rest)
             self._tier.close()
-        self._worker.close()
+        super()._close()
         if self._joined is not None:
             self._joined.close()
-        self._is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def _host_bytes(self) -> int:
-        return self._num_blocks * self.cache.planner.host_block_bytes
-
-    @property
-    def _ready_bytes(self) -> int:
-        return self._arena.ready_blocks * self.cache.planner.host_block_bytes
 
     def _end_step(self, computed: Computed) -> list[tuple[Hashable, int]]:
         self._check_usable()
@@ -435,14 +399,6 @@ class Halves:
         if running is not None and running.filled is not None and num_tokens >= running.boundary:
             (hit, destinations), running.filled = running.filled, None
             self._destinations.check_found(running.keys, hit, destinations)
-
-    def _check_usable(self) -> None:
-        if self._process != os.getpid():
-            raise MisuseError(
-                f"this HostCache belongs to process {self._process}, and its memory is not in a fork: build one here"
-            )
-        if self._is_closed:
-            raise MisuseError("this HostCache was closed: its memory is given back; build a new one")
 
     def _unknown_request(self, id: Hashable) -> None:
         self._unknown += 1

@@ -14,18 +14,18 @@ Each rank has a cache of its own, and they need not have the same keys: what all
 intersect, and whether all loads have ended well to reduce, as it does for its own.
 """
 
-import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.host_cache.arguments import check_keys
+from cpu_prefix_cache.host_cache.copying_half import CopyingHalf
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.options import (
     CopierWrapper,
-    check_copying,
+    HostOptions,
     check_host_bytes,
     check_option,
     check_tokens_of,
@@ -62,7 +62,7 @@ class KeyedStatistics:
     tier: TierStatistics | None = None
 
 
-class KeyedHostCache:
+class KeyedHostCache(CopyingHalf):
     """Blocks of `groups` in `host_bytes` of host memory, by keys of `chunk_tokens` tokens.
 
     `below` is a FileTier for what host memory cannot hold (docs/tiers.md); then keys are sha256 digests, a load may
@@ -86,16 +86,13 @@ class KeyedHostCache:
         wrap_copier: CopierWrapper | None = None,
         below: Tier | None = None,
     ) -> None:
-        from cpu_prefix_cache.copier.choose import choose_copier
-        from cpu_prefix_cache.copier.worker import CopyWorker
         from cpu_prefix_cache.kv_layout import check_groups
-        from cpu_prefix_cache.memory.arena import HostArena
 
         check_host_bytes(host_bytes)
         if chunk_tokens is not None:
             check_tokens_of(chunk_tokens=chunk_tokens)
         check_option("policy", policy, isinstance(policy, str), "the name of a policy")
-        check_copying(threads, load_seconds, wrap_copier)
+        options = HostOptions(threads=threads, load_seconds=load_seconds, wrap_copier=wrap_copier)
         check_groups(groups)
         planner = KeyPlanner([each.group for each in groups], chunk_tokens=chunk_tokens, in_pages=below is not None)
         num_blocks = host_bytes // planner.host_block_bytes
@@ -104,18 +101,7 @@ class KeyedHostCache:
                 f"host_bytes must hold at least what one key has, {planner.fewest_blocks * planner.host_block_bytes} "
                 f"bytes, got {host_bytes}"
             )
-        tensors = [each.tensors for each in groups]
-        on = tensors[0][0].device
-        self._arena = HostArena(num_blocks, planner.host_block_bytes, pinned_for=on)
-        copier = choose_copier(planner, tensors, self._arena.blocks, null_block=null_block, pinned=self._arena).copier
-        self._copier = copier if wrap_copier is None else wrap_copier(copier, tensors)
-        self._worker = CopyWorker(
-            0,
-            self._copier,
-            self._arena,
-            threads=on.type == "cuda" if threads is None else threads,
-            load_seconds=load_seconds,
-        )
+        self._begin_copying(planner, groups, num_blocks, options, null_block=null_block)
         ready = self._arena.ready_blocks
         self._tier: TierBelow | None = None
         if below is None:
@@ -136,7 +122,6 @@ class KeyedHostCache:
         self._sections = [*_sections(groups, self._copier)]
         self._handles: dict[int, CopyHandle] = {}  # by transfer
         self._waiting: dict[KeyedLoad, LoadHandle] = {}  # for the tier
-        self._process, self._is_closed = os.getpid(), False
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> CopyHandle:
         """Copy what the host lacks of these keys out of `blocks`, after all that compute has been given so far.
@@ -242,36 +227,22 @@ class KeyedHostCache:
             handle.failed()
 
     def statistics(self) -> KeyedStatistics:
-        block_bytes = self.cache.planner.host_block_bytes
         return KeyedStatistics(
             self.cache.statistics(),
-            host_bytes=self.cache.pool.capacity * block_bytes,
-            ready_bytes=self._arena.ready_blocks * block_bytes,
+            host_bytes=self._host_bytes,
+            ready_bytes=self._ready_bytes,
             leases=self.cache.num_leases,
             leases_left=self.cache.leases_left,
             tier=None if self._tier is None else self._tier.statistics(),
         )
 
-    def close(self) -> None:
-        """Wait for copies under way, end leases and give the host region back.
-
-        Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
-        """
-        if self._is_closed or self._process != os.getpid():
-            return
+    def _close(self) -> None:
         self.drain()
         self.cache.end_leases()
         if self._tier is not None:
             self._tier.flush(self.poll)
             self._tier.close()
-        self._worker.close()
-        self._is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super()._close()
 
     def _begin(self, loads: Mapping[CopyHandle, KeyedLoad]) -> None:
         gone = [handle for handle, load in loads.items() if load.is_gone]
@@ -320,14 +291,6 @@ class KeyedHostCache:
 
     def _name(self, at: int) -> str:
         return self.cache.planner.groups[at].name
-
-    def _check_usable(self) -> None:
-        if self._process != os.getpid():
-            raise MisuseError(
-                f"this KeyedHostCache belongs to process {self._process}, and its memory is not in a fork: build one"
-            )
-        if self._is_closed:
-            raise MisuseError("this KeyedHostCache was closed: its memory is given back; build a new one")
 
 
 def _sections(groups: "Sequence[KVGroup]", copier: "Copier") -> Iterator[int | None]:

@@ -23,13 +23,6 @@ def check_option(name: str, value: object, is_right: bool, words: str) -> None:
         raise ConfigurationError(f"{name} must be {words}, got {value!r}")
 
 
-def check_copying(threads: object, load_seconds: object, wrap_copier: object) -> None:
-    check_option("threads", threads, threads is None or isinstance(threads, bool), "True, False, or None")
-    check_option("load_seconds", load_seconds, _are_seconds(load_seconds), "a number of seconds above 0, or None")
-    is_right = wrap_copier is None or callable(wrap_copier)
-    check_option("wrap_copier", wrap_copier, is_right, "a function of the copier and the tensors, or None")
-
-
 def check_host_bytes(host_bytes: object) -> None:
     check_option("host_bytes", host_bytes, is_whole(host_bytes), "a whole number of bytes (48 GiB are 48 << 30)")
 
@@ -70,7 +63,12 @@ class HostOptions(CacheOptions):
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)
         check_option("strict", self.strict, isinstance(self.strict, bool), "True or False")
-        check_copying(self.threads, self.load_seconds, self.wrap_copier)
+        is_right = self.threads is None or isinstance(self.threads, bool)
+        check_option("threads", self.threads, is_right, "True, False, or None")
+        is_right = _are_seconds(self.load_seconds)
+        check_option("load_seconds", self.load_seconds, is_right, "a number of seconds above 0, or None")
+        is_right = self.wrap_copier is None or callable(self.wrap_copier)
+        check_option("wrap_copier", self.wrap_copier, is_right, "a function of the copier and the tensors, or None")
 
 
 USUAL_HOST = HostOptions()

@@ -1,0 +1,81 @@
+"""CopyingHalf: the copying half of a host cache in its engine's process: the host region, the copier, and its threads.
+
+They belong to the process that made them: in a fork every call but a read raises MisuseError, and `close` does nothing.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from cpu_prefix_cache.host_cache.options import HostOptions
+from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.model.planner import HybridChunkPlanner
+
+if TYPE_CHECKING:
+    import mmap
+
+    from cpu_prefix_cache.kv_layout import KVGroup
+
+
+class CopyingHalf:
+    """The base of every host cache."""
+
+    def _begin_copying(
+        self,
+        planner: HybridChunkPlanner,
+        groups: "Sequence[KVGroup]",
+        num_blocks: int,
+        options: HostOptions,
+        *,
+        null_block: int | None,
+        region: "mmap.mmap | None" = None,
+    ) -> None:
+        """Make `num_blocks` host blocks, in this region if there is one, and what copies between them and `groups`."""
+        from cpu_prefix_cache.copier.choose import choose_copier
+        from cpu_prefix_cache.copier.worker import CopyWorker
+        from cpu_prefix_cache.memory.arena import HostArena
+
+        tensors = [each.tensors for each in groups]
+        on = tensors[0][0].device
+        self._block_bytes = planner.host_block_bytes
+        self._host_bytes = num_blocks * self._block_bytes
+        self._arena = HostArena(num_blocks, self._block_bytes, pinned_for=on, region=region)
+        copier = choose_copier(planner, tensors, self._arena.blocks, null_block=null_block, pinned=self._arena).copier
+        self._copier = copier if options.wrap_copier is None else options.wrap_copier(copier, tensors)
+        self._worker = CopyWorker(
+            0,
+            self._copier,
+            self._arena,
+            threads=on.type == "cuda" if options.threads is None else options.threads,
+            load_seconds=options.load_seconds,
+        )
+        self._process, self._is_closed = os.getpid(), False
+
+    def close(self) -> None:
+        """Wait for copies under way, write to the tier what only the host has, and give the host region back.
+
+        Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
+        """
+        if not self._is_closed and self._process == os.getpid():
+            self._close()
+            self._is_closed = True
+
+    def _close(self) -> None:
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _ready_bytes(self) -> int:
+        return self._arena.ready_blocks * self._block_bytes
+
+    def _check_usable(self) -> None:
+        kind = f"this {type(self).__name__}"
+        if self._process != os.getpid():
+            raise MisuseError(f"{kind} belongs to process {self._process}, and its memory is not in a fork: build one")
+        if self._is_closed:
+            raise MisuseError(f"{kind} was closed: its memory is given back; build a new one")
