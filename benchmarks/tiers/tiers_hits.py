@@ -24,7 +24,9 @@ from cpu_prefix_cache.messages.plan import Direction, RankReport, TransferPlan
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import namespace_of
 from cpu_prefix_cache.slab.rank_tier import RankTier
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.slab.tier import RankPart
 from cpu_prefix_cache.tools.replay.below import ThreeTierEngine, replay_host_and_tier
 from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.outcome import Tally
@@ -149,8 +151,8 @@ class RealEngine(ThreeTierEngine):
         cache = super().new_cache(planner, device, options)
         self._arena = HostArena(cache.pool.capacity, BLOCK_BYTES)
         named = namespace_of(planner, model="benchmark", revision="none", dtype="none", hash="sha256", ranks=1)
-        sizes = {"slots": FILE, "slot_bytes": BLOCK_BYTES, "nbytes": FILE * BLOCK_BYTES}
-        self._slab = Slab(Folder(str(self._path), named, rank=0, ranks=1, **sizes))
+        tier = FileTier(str(self._path), FILE * BLOCK_BYTES, keep_others=True)
+        self._slab = Slab(Folder(tier, named, RankPart(FILE), BLOCK_BYTES))
         self._tier = RankTier(self._slab, self._arena.blocks, planner.pieces, 0)
         self._page = mmap.mmap(-1, BLOCK_BYTES)
         self._file = os.open(Path(self._slab.folder) / "blocks", os.O_RDWR | os.O_DIRECT * self._slab.is_direct)

@@ -24,7 +24,9 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.slab import slab as slab_module
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.slab.tier import RankPart
 
 SLOTS = 6
 BLOCK = 4096
@@ -75,7 +77,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.slab = Slab(Folder(self.path, NAMED, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=1))
+        self.slab = Slab(Folder(FileTier(self.path, 1, keep_others=True), NAMED, RankPart(SLOTS), BLOCK))
         assert all(each.label.generation < self.slab.next_generation for each in self.written.values())
         self.first = self.slab.next_generation
 

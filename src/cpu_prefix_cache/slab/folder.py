@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.slab import generations, manifest, records
@@ -33,6 +34,10 @@ from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.private import open_file, open_folder, open_path
 from cpu_prefix_cache.slab.room import LOCK, make_room
 from cpu_prefix_cache.slab.sizing import bytes_of
+from cpu_prefix_cache.slab.tier import RankPart
+
+if TYPE_CHECKING:
+    from cpu_prefix_cache.slab.settings import FileTier
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +46,8 @@ FILES = (*OWN, *(name + NEW for name in OWN), "records", "blocks")
 
 
 class Folder:
-    """One rank's folder under `path`, for `slots` slots of `slot_bytes` bytes each; `nbytes` is what the user gave all
-    ranks. It is in the folders `below`, which are made where they are missing. Folders of other namespaces there give
-    up their room unless `keep_others`.
+    """The folder of one owner of a tier, which has this part of it, in slots of `slot_bytes` bytes each. Folders of
+    other namespaces beside it give up their room unless the tier has them kept.
 
     `blocks` and `records` are file descriptors, `opened` is that of the folder.
 
@@ -57,32 +61,20 @@ class Folder:
     opened: int
     generations: Generations
 
-    def __init__(
-        self,
-        path: str,
-        namespace: Namespace,
-        *,
-        rank: int,
-        ranks: int,
-        slots: int,
-        slot_bytes: int,
-        nbytes: int,
-        below: Sequence[str] = (),
-        keep_others: bool = True,
-    ) -> None:
+    def __init__(self, tier: "FileTier", namespace: Namespace, part: RankPart, slot_bytes: int) -> None:
+        slots, rank, ranks = part.slots, part.number, part.owners
         if slots < 1 or slot_bytes < 1 or not 0 <= rank < ranks:
             raise ConfigurationError(
                 f"a slab has slots of some bytes, got {slots} of {slot_bytes} for rank {rank} of {ranks}"
             )
         self.slots, self.slot_bytes = slots, slot_bytes
         self.seed = records.seed_of(namespace.digest, rank, ranks)
-        sizes = {"slots": slots, "slot_bytes": slot_bytes, "nbytes": nbytes}
-        wanted = manifest.manifest_of(namespace, rank=rank, ranks=ranks, **sizes)
-        names = *below, namespace.folder, f"rank-{rank}-of-{ranks}"
-        self.path = Path(path, *names)
+        wanted = manifest.manifest_of(namespace, part, slot_bytes, tier.bytes)
+        names = *tier.folders, namespace.folder, f"rank-{rank}-of-{ranks}"
+        self.path = Path(tier.path, *names)
         with ExitStack() as undo:
             try:
-                folders = _folders(path, names, undo)
+                folders = _folders(tier.path, names, undo)
                 self.opened = folders[-1]
                 self.lock = _locked(self.opened, self.path, undo)
                 there = self._usable(manifest.read_manifest(self.opened, self.path), wanted, undo)
@@ -90,7 +82,7 @@ class Folder:
                 if there is None:
                     os.ftruncate(self.records, 0)  # a disk may keep its name
                 self.blocks = _kept(open_file(self.opened, "blocks", self.path), undo)
-                if not keep_others:
+                if not tier.keep_others:
                     with _one_rank_at_a_time(folders[-2]):  # the others find it made
                         self._make_room(folders[-3], namespace.folder, wanted)
                 self._fill(there, wanted, undo)

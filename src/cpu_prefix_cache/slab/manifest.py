@@ -7,6 +7,7 @@ from typing import Any
 from cpu_prefix_cache.slab.durable import write_durably
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.private import read_small
+from cpu_prefix_cache.slab.tier import RankPart
 
 NAME = "manifest.json"
 VERSION = 1
@@ -15,13 +16,14 @@ SIZES = ("slots", "nbytes")  # may have changed: slots that both have are the sa
 Manifest = dict[str, Any]
 
 
-def manifest_of(namespace: Namespace, *, rank: int, ranks: int, slots: int, slot_bytes: int, nbytes: int) -> Manifest:
+def manifest_of(namespace: Namespace, part: RankPart, slot_bytes: int, nbytes: int) -> Manifest:
+    """`nbytes` is what the user gave all owners."""
     return {
         "version": VERSION,
         "namespace": namespace.spelled,
-        "rank": rank,
-        "ranks": ranks,
-        "slots": slots,
+        "rank": part.number,
+        "ranks": part.owners,
+        "slots": part.slots,
         "slot_bytes": slot_bytes,
         "nbytes": nbytes,
     }

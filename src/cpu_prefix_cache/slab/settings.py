@@ -65,18 +65,7 @@ class FileTier(Tier):
         from cpu_prefix_cache.slab.scan import RestartScan
         from cpu_prefix_cache.slab.slab import Slab, unlocked_on_failure
 
-        folder = Folder(
-            self.path,
-            namespace,
-            rank=part.number,
-            ranks=part.owners,
-            slots=part.slots,
-            slot_bytes=region.nbytes // len(region),
-            nbytes=self.bytes,
-            below=self.folders,
-            keep_others=self.keep_others,
-        )
-        slab = Slab(folder)
+        slab = Slab(Folder(self, namespace, part, region.nbytes // len(region)))
         with unlocked_on_failure(slab):
             source = None if part.rank else RestartScan(slab, pieces)
             return RankTier(slab, region, pieces, part.rank, source, part.stall_seconds)

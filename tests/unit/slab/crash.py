@@ -14,7 +14,9 @@ from pathlib import Path
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import Namespace
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.slab.tier import RankPart
 
 SLOTS = 128
 BLOCK = 256 << 10
@@ -23,7 +25,7 @@ THREADS = 4
 
 def open_slab(path: str | Path) -> Slab:
     named = Namespace((("model", "crash"),))
-    return Slab(Folder(str(path), named, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=1))
+    return Slab(Folder(FileTier(str(path), 1, keep_others=True), named, RankPart(SLOTS), BLOCK))
 
 
 def content(key: bytes) -> bytes:

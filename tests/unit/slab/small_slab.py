@@ -8,7 +8,9 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import namespace_of
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.slab.tier import RankPart
 
 BLOCK = 8192
 SLOTS = 16
@@ -29,9 +31,9 @@ def namespace(**fields):
     return namespace_of(fields.pop("planner", planner()), **{**same, **fields})
 
 
-def open_slab(path, named=None, **fields):
-    same = {"rank": 0, "ranks": 1, "slots": SLOTS, "slot_bytes": BLOCK, "nbytes": 10**6}
-    return Slab(Folder(str(path), named or namespace(), **{**same, **fields}))
+def open_slab(path, named=None, *, rank=0, ranks=1, slots=SLOTS, slot_bytes=BLOCK, nbytes=10**6, engine=0):
+    tier = FileTier(str(path), nbytes, keep_others=True, engine=engine)
+    return Slab(Folder(tier, named or namespace(), RankPart(slots, number=rank, owners=ranks), slot_bytes))
 
 
 def key_of(letter):

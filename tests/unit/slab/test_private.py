@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cpu_prefix_cache.slab import manifest
+from cpu_prefix_cache.slab.tier import RankPart
 from cpu_prefix_cache.tier import TierUnavailable
 from tests.unit.slab.small_slab import BLOCK, SLOTS, Letters, namespace, open_slab
 
@@ -45,10 +46,8 @@ def rank_in(path):
 def made_for_us(path):
     """A folder with a manifest that fits."""
     rank_in(path).mkdir(parents=True, mode=0o755)
-    sizes = {"slots": SLOTS, "slot_bytes": BLOCK, "nbytes": 10**6}
-    (rank_in(path) / "manifest.json").write_text(
-        json.dumps(manifest.manifest_of(namespace(), rank=0, ranks=1, **sizes))
-    )
+    wanted = manifest.manifest_of(namespace(), RankPart(SLOTS), BLOCK, 10**6)
+    (rank_in(path) / "manifest.json").write_text(json.dumps(wanted))
     (rank_in(path) / "generations").write_text(json.dumps({"floor": 0, "last": 0}))
 
 
@@ -96,7 +95,7 @@ def test_an_engines_folder_of_another_user_is_not_used(path):
     (path / "engine-2").mkdir()
     given_to_nobody(path / "engine-2")
     with pytest.raises(TierUnavailable, match=f"engine-2 belongs to user {NOBODY}"):
-        open_slab(path, below=("engine-2",)).close()
+        open_slab(path, engine=2).close()
 
 
 @pytest.mark.parametrize("name", NAMES)

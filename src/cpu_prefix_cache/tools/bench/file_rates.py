@@ -11,7 +11,9 @@ from pathlib import Path
 
 from cpu_prefix_cache.slab.folder import Folder
 from cpu_prefix_cache.slab.namespace import namespace_of
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.slab.slab import Slab
+from cpu_prefix_cache.slab.tier import RankPart
 from cpu_prefix_cache.slab.tier_copier import TierCopier
 from cpu_prefix_cache.tools.bench.slot_rates import SlotsUnderTest, TimedRun, planner_for
 
@@ -25,7 +27,7 @@ class FileUnderTest(SlotsUnderTest):
     def __init__(self, path: str, num_bytes: int, slot_bytes: int) -> None:
         slots, planner = max(1, num_bytes // slot_bytes), planner_for(slot_bytes)
         named = namespace_of(planner, model="bench", revision="none", dtype="none", hash="sha256", ranks=1)
-        folder = Folder(path, named, rank=0, ranks=1, slots=slots, slot_bytes=slot_bytes, nbytes=num_bytes)
+        folder = Folder(FileTier(path, num_bytes, keep_others=True), named, RankPart(slots), slot_bytes)
         self._slab = Slab(folder)
         self.blocks_file = str(Path(self._slab.folder) / "blocks")
         super().__init__(slots, slot_bytes, partial(TierCopier, self._slab), self.blocks_file)
