@@ -5,7 +5,6 @@ interrupted.
 """
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ from cpu_prefix_cache.tools.bench.slot_rates import SlotRate, SlotsUnderTest, me
 from cpu_prefix_cache.tools.bench.store_rates import StoreUnderTest
 from cpu_prefix_cache.tools.bench.tier_report import as_json, break_even, large, tier_table
 from cpu_prefix_cache.tools.replay.models import prefix_bytes_per_token
-from cpu_prefix_cache.tools.replay.options import groups_of
+from cpu_prefix_cache.tools.replay.options import check_can_be_written, groups_of, write_json
 from cpu_prefix_cache.tools.replay.units import show_bytes
 
 SLOT_BYTES = (2 << 20, 256 << 10)
@@ -37,14 +36,14 @@ def run_tier(args: argparse.Namespace) -> int:
     bytes_per_token = prefix_bytes_per_token(groups_of(args, BLOCK_TOKENS))
     if args.prefill_rate is not None and not bytes_per_token:
         raise ConfigurationError("--prefill-rate needs the bytes of a token: give --model or --bytes-per-token")
-    if args.json is not None and not Path(args.json).parent.is_dir():
-        raise ConfigurationError(f"--json cannot be written to {args.json}: there is no such folder")
+    if args.json is not None:
+        check_can_be_written("json", args.json)
     where, what, rates, is_direct = store_measured(args.tier) if "://" in args.tier else file_measured(args.tier)
     print(f"{what}\n{tier_table(rates)}")
     if bytes_per_token:
         print(break_even(large(rates, "read"), bytes_per_token, args.prefill_rate))
     if args.json is not None:
-        write(args.json, json.dumps(as_json(where, rates, is_direct=is_direct), indent=1))
+        write_json(args.json, as_json(where, rates, is_direct=is_direct))
     return 0
 
 
@@ -110,10 +109,3 @@ def path_and_size(text: str) -> tuple[str, int]:
     if num_bytes < LEAST_BYTES:
         raise ConfigurationError(f"a file of less than {show_bytes(LEAST_BYTES)} measures little, got {text!r}")
     return path, num_bytes
-
-
-def write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigurationError(f"the results cannot be written to {path}: {error.strerror}") from error

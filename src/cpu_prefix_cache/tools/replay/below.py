@@ -19,7 +19,7 @@ from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.outcome import Tally
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.tiers import BelowTier, DeviceTier, HostTier
-from cpu_prefix_cache.tools.replay.traces import Trace
+from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 from cpu_prefix_cache.tools.replay.two_tiers import RANK, ReplayEngine, blocks_loaded
 
 AHEAD = 400  # blocks of the host that are demoted before they leave, at most a quarter of it
@@ -32,13 +32,10 @@ def replay_host_and_tier(
     """Replay the requests one after the other, without a device."""
     engine = HostEngine(trace, host, below, rates)
     tally = Tally()
-    for requests in meter.slices(trace.requests):
-        for request in requests:
-            hit = engine.serve(request)
-            tally.count(request, hit, trace.block_tokens)
-            tally.stored_blocks += max(0, min(len(request.keys), engine.gpu.capacity) - hit)
+    tally.count_all(trace, meter, engine.serve)
     now = engine.cache.statistics()
     tally.all_hits_were_loaded()
+    tally.stored_blocks = engine.stored
     tally.evictions = engine.gpu.statistics().evictions
     tally.below_hit_blocks = tally.below_loaded_blocks = now.chunks_loaded
     tally.below_stored_blocks = now.chunks_stored
@@ -59,14 +56,9 @@ def replay_three_tiers(
     """Replay the requests one after the other. `planner`: of a model with checkpoints (replayed_model.py)."""
     engine = ThreeTierEngine(trace, host, device, below, rates, planner)
     tally = Tally()
-    for requests in meter.slices(trace.requests):
-        for request in requests:
-            tally.count(request, engine.serve(request), trace.block_tokens)
-    now, tier = engine.cache.statistics(), engine.tiered.tier_statistics()
-    tally.stored_blocks = now.chunks_stored
-    tally.loaded_blocks, tally.loaded = engine.loaded_blocks, engine.loaded
-    tally.evictions = now.pool.evictions
-    tally.lost_before_store = now.lost_before_store
+    tally.count_all(trace, meter, engine.serve)
+    engine.count_copies(tally)
+    tier = engine.tiered.tier_statistics()
     tally.below_hit_blocks = tier.hit_tokens // trace.block_tokens
     tally.below_loaded_blocks = engine.read_blocks
     tally.below_stored_blocks = tier.cache.chunks_stored
@@ -76,7 +68,9 @@ def replay_three_tiers(
 
 
 class HostEngine(ReplayEngine):
-    """Serves requests from a host pool and a tier below it. `declined` counts what was not worth reading."""
+    """Serves requests from a host pool and a tier below it. `stored` counts the blocks that the host took, `declined`
+    the hits that were not worth reading.
+    """
 
     def __init__(self, trace: Trace, host: HostTier, below: BelowTier, rates: Rates | None) -> None:
         super().__init__(
@@ -86,7 +80,12 @@ class HostEngine(ReplayEngine):
         )
         self._rates = rates
         self._mean_tokens = 0.0 if rates is None else rates.mean_tokens(trace.work)
-        self.declined = 0
+        self.stored = self.declined = 0
+
+    def serve(self, request: TraceRequest) -> int:
+        hit = super().serve(request)
+        self.stored += max(0, min(len(request.keys), self.gpu.capacity) - hit)
+        return hit
 
     def lookup(self, prompt: Request, n0: int, now: float) -> Answer:
         answer = super().lookup(prompt, n0, now)

@@ -20,10 +20,7 @@ def replay_one_tier(trace: Trace, host: HostTier, meter: Meter) -> Tally:
         thresholds=CacheOptions(store_after=host.store_after, min_store_tokens=host.min_store_tokens),
     )
     tally = Tally()
-    for requests in meter.slices(trace.requests):
-        for request in requests:
-            hit = serve(pool, request, tally)
-            tally.count(request, hit, trace.block_tokens)
+    tally.count_all(trace, meter, lambda request: serve(pool, request, tally))
     tally.all_hits_were_loaded()
     tally.evictions = pool.statistics().evictions
     return tally

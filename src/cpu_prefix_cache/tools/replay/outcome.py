@@ -1,8 +1,10 @@
 """Results of replaying a trace: counts and ratios."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cpu_prefix_cache.tools.replay.meter import Meter
 from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest
 
@@ -29,6 +31,12 @@ class Tally:
     below_stored_blocks: int = 0
     unsaved: int = 0
     declined: int = 0
+
+    def count_all(self, trace: Trace, meter: Meter, serve: Callable[[TraceRequest], int]) -> None:
+        """Add the requests of a trace, one after the other: `serve` has how many first blocks of one were found."""
+        for requests in meter.slices(trace.requests):
+            for request in requests:
+                self.count(request, serve(request), trace.block_tokens)
 
     def count(self, request: TraceRequest, hit: int, block_tokens: int) -> None:
         """Add a request whose first `hit` blocks were found."""

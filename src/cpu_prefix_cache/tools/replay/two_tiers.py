@@ -46,15 +46,8 @@ def replay_two_tiers(
     """Replay the requests one after the other. `planner`: of a model with checkpoints (replayed_model.py)."""
     engine = ReplayEngine(trace, host, device, planner)
     tally = Tally()
-    for requests in meter.slices(trace.requests):
-        for request in requests:
-            hit = engine.serve(request)
-            tally.count(request, hit, trace.block_tokens)
-    now = engine.cache.statistics()
-    tally.stored_blocks = now.chunks_stored
-    tally.loaded_blocks, tally.loaded = engine.loaded_blocks, engine.loaded
-    tally.evictions = now.pool.evictions
-    tally.lost_before_store = now.lost_before_store
+    tally.count_all(trace, meter, engine.serve)
+    engine.count_copies(tally)
     return tally
 
 
@@ -64,9 +57,7 @@ def replay_device(trace: Trace, device: DeviceTier, meter: Meter, planner: Hybri
     engine = ReplayEngine(trace, HostTier(least.fewest_blocks), device, planner)
     engine.cache.turn_off()
     tally = Tally()
-    for requests in meter.slices(trace.requests):
-        for request in requests:
-            tally.count(request, engine.serve(request), trace.block_tokens)
+    tally.count_all(trace, meter, engine.serve)
     return tally
 
 
@@ -125,6 +116,14 @@ class ReplayEngine:
             self.cache.finished(prompt.id, whole)
         self.step()
         return hit // self.block_tokens
+
+    def count_copies(self, tally: Tally) -> None:
+        """Add what the host has stored, loaded, evicted and lost."""
+        now = self.cache.statistics()
+        tally.stored_blocks = now.chunks_stored
+        tally.loaded_blocks, tally.loaded = self.loaded_blocks, self.loaded
+        tally.evictions = now.pool.evictions
+        tally.lost_before_store = now.lost_before_store
 
     def lookup(self, prompt: Request, n0: int, now: float) -> Answer:
         return self.cache.lookup(prompt, n0, now)
