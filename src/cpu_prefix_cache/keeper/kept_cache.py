@@ -74,16 +74,6 @@ class _Running:
     load: LoadTransfer | None = None
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Load(LoadTransfer):
-    question: Question | None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Store(Transfer):
-    take: Take
-
-
 class KeptCache:
     """For an engine of so many `ranks`, whose `device` has blocks as of `planner`, over the slots that the messenger
     knows. Of these `ready_slots`, from the first on, may be copied to and from; more as all ranks report them.
@@ -114,6 +104,8 @@ class KeptCache:
         self._ledger = TransferLedger(ranks)
         self._questions, self._takes = Questions(messenger), Takes(messenger, device, planner.host_blocks_per_chunk)
         self._pool_counts = Counts(messenger)
+        self._reading: dict[int, Question] = {}  # by the load that uses its lease
+        self._writing: dict[int, Take] = {}  # by its store
         self._running: dict[Hashable, _Running] = {}
         self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
         self._ids = count()
@@ -240,15 +232,16 @@ class KeptCache:
         may_use = is_leased and self._messenger.begin_use(question.connection)
         copies = self._load_copies(leased, start, stop, destinations) if may_use else ()
         plan = self._ledger.new_plan(Direction.LOAD, copies, num_bytes(self.planner, copies), failed=not may_use)
-        running.load = _Load(
+        running.load = LoadTransfer(
             plan,
             Chain(None, running.request.keys[start:stop]),
             hold=hold,
             owner=request_id,
             deadline=now + LOAD_SECONDS,
-            question=question if may_use else None,
         )
-        if not may_use:
+        if may_use:
+            self._reading[plan.id] = question
+        else:
             self._questions.give_up(question)
         self._ledger.add(running.load)
         return plan.id
@@ -312,7 +305,7 @@ class KeptCache:
         if not list(device_blocks):
             return
         for transfer in list(self._ledger):
-            if isinstance(transfer, _Store):
+            if transfer.id in self._writing:
                 self._ledger.cancel(transfer)
         self._takes.drop_all()
 
@@ -447,7 +440,8 @@ class KeptCache:
             return
         copies = self._store_copies(take)
         plan = self._ledger.new_plan(Direction.STORE, copies, num_bytes(self.planner, copies))
-        self._ledger.add(_Store(plan, Chain(None, take.keys[take.first :]), hold=None, take=take))
+        self._writing[plan.id] = take
+        self._ledger.add(Transfer(plan, Chain(None, take.keys[take.first :]), hold=None))
 
     def _store_copies(self, take: Take) -> tuple[GroupCopy, ...]:
         granted, copies = take.granted, list[GroupCopy]()
@@ -463,10 +457,10 @@ class KeptCache:
         """A transfer has ended: nothing reads or writes its blocks and slots any more."""
         direction = transfer.plan.direction
         self._ledger.remove(transfer)
-        if isinstance(transfer, _Store):
-            self._land_store(transfer)
-        elif isinstance(transfer, _Load):
+        if isinstance(transfer, LoadTransfer):
             self._land_load(transfer)
+        else:
+            self._land_store(transfer, self._writing.pop(transfer.id))
         if not transfer.is_cancelled and not transfer.plan.failed and not transfer.unfit:
             self._failures[direction] = 0 if transfer.succeeded else self._failures[direction] + 1
         if self._failures[direction] >= FAILURES_IN_A_ROW and not self.is_off:
@@ -475,14 +469,14 @@ class KeptCache:
             self.reset()
         return Resolved(transfer.id, direction, transfer.owner, transfer.succeeded)
 
-    def _land_load(self, load: _Load) -> None:
+    def _land_load(self, load: LoadTransfer) -> None:
         """A failed load withdraws nothing (rule 10): one engine's device does not decide what all others find.
         FAILURES_IN_A_ROW of them end its use of the pool.
         """
         self._device.release(load.hold)
-        if load.question is not None:
+        if (question := self._reading.pop(load.id, None)) is not None:
             self._messenger.end_use()
-            self._questions.give_up(load.question)
+            self._questions.give_up(question)
         running = self._running.get(load.owner)
         if running is not None and running.load is load:
             running.load = None
@@ -492,10 +486,9 @@ class KeptCache:
         else:
             self._counts["loads_failed"] += not load.is_cancelled
 
-    def _land_store(self, store: _Store) -> None:
+    def _land_store(self, store: Transfer, take: Take) -> None:
         """A checkpoint is committed if all of the store is as it should be."""
-        take, width = store.take, self.planner.host_blocks_per_chunk
-        slots = take.granted.slots
+        slots, width = take.granted.slots, self.planner.host_blocks_per_chunk
         fit = next((at for at, slot in enumerate(slots) if slot in store.unfit), len(slots)) // width
         good = fit if store.succeeded else 0
         was_granted = take.granted.pieces is not None
