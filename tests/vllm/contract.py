@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 # Pairs: a module and a public name of it; a class and a field of it, or a method, as "name(self, parameter)" or, if it
-# has to be overridden, "abstract name(self, parameter)".
+# has to be overridden, "abstract name(self, parameter)". A configuration is read and not called: public names alone.
 Contract = frozenset[tuple[str, str]]
 ABSTRACT = "abstract "
+CONFIGURATIONS = "vllm/config/"
 
 USED = {
     "vllm/envs.py": [],
@@ -75,7 +76,8 @@ def contract(texts: dict[str, str]) -> Contract:
     for name, source in texts.items():
         tree = ast.parse(source)
         classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        found |= {(owner, member) for owner in USED[name] for member in described(classes[owner])}
+        of_class = public if name.startswith(CONFIGURATIONS) else described
+        found |= {(owner, member) for owner in USED[name] for member in of_class(classes[owner])}
         found |= {(module_of(name), each) for each in defined(tree, reexports=name.endswith("__init__.py"))}
     return Contract(found)
 
@@ -101,6 +103,10 @@ def described(node: ast.ClassDef) -> set[str]:
     inside = assigned(each for method in methods.values() for each in ast.walk(method))
     fields |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
     return fields | {signature(method) for method in methods.values()}
+
+
+def public(node: ast.ClassDef) -> set[str]:
+    return {name for member in described(node) if not (name := name_of(member)).startswith("_")}
 
 
 def signature(method: ast.FunctionDef) -> str:
