@@ -194,89 +194,6 @@ def test_a_prompt_that_the_host_has_is_loaded_from_where_the_device_ends():
     check_nothing_is_lost(engine)
 
 
-@pytest.mark.parametrize("length", [8, 16])
-def test_a_whole_prompt_on_the_host_is_loaded_up_to_its_last_token(length):
-    """test_full_prompt_hit_is_clamped_before_load_spec, test_stateful_full_prompt_hit_uses_prior_aligned_sidecar.
-    Theirs requests one token less, and the load of the dense layout then fails: S5.6"""
-    engine = engine_of()
-    before = on_the_host_alone(engine)
-    run(engine, PROMPT[:length])
-    assert counted(engine, before, "chunks_loaded", "loads_failed") == (length // 4 - 1, 0)
-    check_nothing_is_lost(engine)
-
-
-def test_chunks_on_the_device_are_neither_loaded_nor_stored_again():
-    """test_load_is_skipped_if_hbm_satisfies_after_allocation, test_worker_completes_noop_load_when_hbm_satisfies; and
-    the opposite of their "lookup time hbm satisfies can resave locally computed prefix": S5.13"""
-    engine = engine_of(num_blocks=64)
-    run(engine, PROMPT)
-    before = engine.connector.cache.statistics()
-    run(engine, PROMPT)
-    assert counted(engine, before, "chunks_loaded", "chunks_stored", "hit_tokens") == (0, 0, 0)
-    check_nothing_is_lost(engine)
-
-
-@pytest.mark.parametrize(("on_device", "is_loaded"), [(0, True), (4, True), (8, False)])
-def test_the_least_that_is_loaded_is_counted_from_where_the_device_ends(on_device, is_loaded):
-    """test_load_is_skipped_if_aligned_hit_is_below_threshold,
-    test_unaligned_handoff_skips_if_boundary_remainder_is_too_small: S5.10, S5.11"""
-    engine = engine_of(min_load_tokens=12)
-    on_the_host_alone(engine)
-    if on_device:
-        run(engine, PROMPT[: on_device + 1])  # too short to be loaded
-    before = engine.connector.cache.statistics()
-    run(engine, PROMPT)
-    assert counted(engine, before, "chunks_loaded") == ((16 - on_device) // 4 * is_loaded,)
-    check_nothing_is_lost(engine)
-
-
-def test_a_loaded_prefix_is_not_stored_again():
-    """test_loaded_prefix_is_not_saved_again_after_success,
-    test_worker_load_uses_lmcache_engine_retrieve_and_marks_done: S5.14"""
-    engine = engine_of()
-    before = on_the_host_alone(engine)
-    run(engine, PROMPT + list(range(900, 906)))
-    assert counted(engine, before, "chunks_loaded", "chunks_stored") == (4, 2)  # those of the new tokens
-    check_nothing_is_lost(engine)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_load_that_fails_is_computed_and_stored_again(trouble, when):
-    """test_dense_worker_load_failure_reports_exact_operation, test_dense_exact_load_failure_rolls_back_save_frontier,
-    test_load_failure_allows_recomputed_hit_range_to_be_saved, test_worker_load_partial_retrieve_marks_failed,
-    test_load_exception_is_reported_as_failed_recving, test_consume_failed_remote_kv_does_not_repeat_terminal_callback:
-    S5.14, S5.20"""
-    engine = engine_of()
-    before = on_the_host_alone(engine)
-    trouble(when)
-    run(engine, PROMPT)
-    assert counted(engine, before, "loads_failed", "chunks_loaded", "chunks_stored") == (1, 0, 4)
-    trouble(None)
-    run(engine, *OTHERS, PROMPT)
-    assert counted(engine, before, "loads_failed", "chunks_loaded")[0] == 1
-    assert counted(engine, before, "chunks_loaded")[0] >= 4
-    check_nothing_is_lost(engine)
-
-
-def test_one_rank_that_fails_makes_the_load_fail_for_all(trouble):
-    """test_aggregator_emits_failed_recving_if_any_worker_failed,
-    test_aggregator_failure_overrides_late_success: S5.27"""
-    engine = engine_of(ranks=2)
-    before = on_the_host_alone(engine)
-    second = engine.ranks[1].connector._worker
-    run_of_second = second.run
-
-    def run_troubled(plan):
-        trouble("before")
-        run_of_second(plan)
-        trouble(None)
-
-    second.run = run_troubled
-    run(engine, PROMPT)
-    assert counted(engine, before, "loads_failed", "chunks_loaded") == (1, 0)
-    check_nothing_is_lost(engine)
-
-
 def test_a_load_has_ended_when_every_rank_has_reported_it():
     """test_dense_worker_exact_save_generations_do_not_form_cross_tp_quorum,
     test_tp_cross_generation_reports_do_not_clear_or_commit_until_matched: S5.27"""
@@ -351,24 +268,6 @@ def test_a_request_with_the_id_of_an_earlier_one_has_a_life_of_its_own():
 
 
 # Blocks that a copy needs
-
-
-def test_the_blocks_of_a_store_are_not_handed_out_until_every_rank_has_reported():
-    """test_save_inflight_defers_free_until_save_finishes,
-    test_finished_saving_releases_deferred_free_with_string_req_id,
-    test_dense_active_load_defers_only_its_concrete_lifecycle. Theirs keeps the request; ours has references: S5.17"""
-    engine = engine_of()
-    mute = Mute(engine)
-    seq = engine.add(PROMPT)
-    while engine.scheduler.running or engine.scheduler.waiting:
-        engine.step()
-    for _ in range(3):
-        engine.step()
-    pool = engine.manager.kv
-    assert not seq.block_table and pool.num_blocks - pool.num_free == 4
-    assert engine.connector.has_pending_work()
-    mute.speak()
-    check_nothing_is_lost(engine)
 
 
 @pytest.mark.parametrize("end", ["done", "failed"])

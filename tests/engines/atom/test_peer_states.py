@@ -17,14 +17,12 @@ from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import MeddlingCopier
 from tests.engines.atom.test_peer_cases import Mute
 from tests.engines.atom.test_states import (
-    FailingLoads,
     check_at_rest,
     engine_of,
     keys,
     serve,
     statistics,
 )
-from tests.engines.atom.test_stories import engine_of as engine_without_states
 
 PROMPT = list(range(100, 135))  # a state after 32 tokens, and three more
 
@@ -101,15 +99,6 @@ def test_blocks_without_a_state_are_no_hit():
     assert hit(engine, PROMPT) == 0
 
 
-def test_a_model_without_states_resumes_at_any_block():
-    """test_stateless_page_lookup_remains_unchanged."""
-    engine = engine_without_states()
-    serve(engine, PROMPT)
-    serve(engine, range(500, 560))
-    assert serve(engine, PROMPT[:31]).prefix_cache_hit_tokens == 28
-    assert statistics(engine).hit_tokens and engine.counts.wrong == 0
-
-
 def test_a_new_engine_knows_nothing():
     """test_new_scheduler_session_fails_closed_without_rebuilt_slot_index."""
     serve(engine_of(), PROMPT)
@@ -139,20 +128,6 @@ def test_a_load_fills_the_slot_of_its_request():
     mute.speak()
     engine.run()
     assert engine.restored == 1
-    check_at_rest(engine)
-
-
-def test_chunks_of_a_failed_load_are_withdrawn_and_stored_anew(copies):
-    """test_stateful_load_failure_evicts_committed_boundary_idempotently."""
-    copies(FailingLoads)
-    engine = engine_of()
-    serve(engine, PROMPT)
-    evict(engine)
-    before = statistics(engine)
-    serve(engine, PROMPT)
-    after = statistics(engine)
-    assert after.loads_failed == 1 and after.chunks_stored == before.chunks_stored + 8
-    assert after.checkpoints_stored == before.checkpoints_stored + 1
     check_at_rest(engine)
 
 

@@ -1,7 +1,6 @@
 """ATOM's connector tests with a counterpart, and reasons for the others, name by name.
 
-A test has a counterpart if a docstring of `test_peer_cases.py` or `test_peer_states.py`, or a list of
-`test_peer_codec.py`, names it.
+A test has a counterpart if a docstring of a file of `OURS`, or a list of `test_peer_codec.py`, names it.
 """
 
 import ast
@@ -18,6 +17,7 @@ FILES = {
     "tests/test_lmcache_offload_connector.py": 138,
     "tests/test_kv_connector_scheduler.py": 20,
 }
+OURS = ("test_peer_cases.py", "test_peer_codec.py", "test_peer_states.py", "test_states.py", "test_stories.py")
 BETWEEN_INSTANCES = (
     "tests/test_kv_connector_scheduler.py"  # all 20: ATOM skips them itself, as what they import has moved
 )
@@ -113,7 +113,7 @@ def their_tests(path):
 def counterparts():
     """The names of their tests that ours name, by the file that names them."""
     found = set()
-    for file in ("test_peer_cases.py", "test_peer_codec.py", "test_peer_states.py"):
+    for file in OURS:
         tree = ast.parse((HERE / file).read_text())
         ours = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         texts = [

@@ -213,14 +213,19 @@ class FailingLoads(MeddlingCopier):
         raise RuntimeError("this load fails when its bytes are damaged")
 
 
-def test_a_load_that_fails_is_computed(copies):
+def test_a_load_that_fails_is_computed_and_stored_anew(copies):
+    """test_stateful_load_failure_evicts_committed_boundary_idempotently."""
     copies(FailingLoads)
     engine = engine_of()
     first = serve(engine, PROMPT, 3)
     evict(engine)
+    before = statistics(engine)
     second = serve(engine, PROMPT, 3)
+    after = statistics(engine)
     assert engine.outputs[first.id] == engine.outputs[second.id]
-    assert statistics(engine).loads_failed == 1 and engine.restored == 0
+    assert after.loads_failed == 1 and engine.restored == 0
+    assert after.chunks_stored - before.chunks_stored == 10
+    assert after.checkpoints_stored - before.checkpoints_stored == 1
     check_at_rest(engine)
 
 

@@ -10,7 +10,6 @@ from tests.engines.atom.source import WHY_NOT_REAL
 if WHY_NOT_REAL:
     pytest.skip(WHY_NOT_REAL, allow_module_level=True)
 
-import torch
 from atom.kv_transfer.disaggregation.types import KVConnectorOutput
 
 import connector.atom.worker
@@ -82,7 +81,10 @@ def test_a_damaged_load_is_seen(copies, offload):
 
 @pytest.mark.parametrize("length", range(1, 42))
 def test_every_length_of_prompt_is_loaded_up_to_its_last_block(length):
-    """S5.6: at least one token is computed, and a prompt that ends with a block is loaded, too; S5.12: short ones."""
+    """S5.6: at least one token is computed, and a prompt that ends with a block is loaded, too; S5.12: short ones.
+    test_full_prompt_hit_is_clamped_before_load_spec, test_stateful_full_prompt_hit_uses_prior_aligned_sidecar,
+    test_stateless_page_lookup_remains_unchanged. Theirs requests a token less, and the load of the dense layout fails.
+    """
     engine = engine_of()
     serve(engine, [*PROMPT, 7, 8])
     evict(engine)
@@ -93,11 +95,15 @@ def test_every_length_of_prompt_is_loaded_up_to_its_last_block(length):
 
 
 def test_stored_chunks_are_not_stored_again():
-    """S5.13, S5.14: neither by a second request, nor what was loaded, nor the beginning of the next turn."""
+    """S5.13, S5.14: neither by a second request, nor what was loaded, nor the beginning of the next turn.
+    test_load_is_skipped_if_hbm_satisfies_after_allocation, test_worker_completes_noop_load_when_hbm_satisfies,
+    test_loaded_prefix_is_not_saved_again_after_success, test_worker_load_uses_lmcache_engine_retrieve_and_marks_done.
+    """
     engine = engine_of()
     serve(engine, PROMPT)
     assert statistics(engine).chunks_stored == 10
     serve(engine, PROMPT)
+    assert statistics(engine).hit_tokens == 0  # the device has it
     evict(engine)
     before = statistics(engine).chunks_stored
     serve(engine, PROMPT)
@@ -137,7 +143,11 @@ class FailingLoads(MeddlingCopier):
 
 
 def test_a_failed_load_is_computed_into_the_same_blocks_and_stored_again(copies):
-    """S5.14: what has failed is withdrawn and stored anew. S5.20: nothing of it is found before."""
+    """S5.14: what has failed is withdrawn and stored anew. S5.20: nothing of it is found before.
+    test_dense_worker_load_failure_reports_exact_operation, test_dense_exact_load_failure_rolls_back_save_frontier,
+    test_load_failure_allows_recomputed_hit_range_to_be_saved, test_worker_load_partial_retrieve_marks_failed,
+    test_load_exception_is_reported_as_failed_recving, test_consume_failed_remote_kv_does_not_repeat_terminal_callback.
+    """
     copies(FailingLoads)
     engine = engine_of()
     first = serve(engine, PROMPT, 3)
@@ -152,7 +162,9 @@ def test_a_failed_load_is_computed_into_the_same_blocks_and_stored_again(copies)
 
 
 def test_one_failed_rank_fails_the_load(copies):
-    """S5.27, S5.30: and the request goes on only when the other rank, which is late, has ended too."""
+    """S5.27, S5.30: and the request goes on only when the other rank, which is late, has ended too.
+    test_aggregator_emits_failed_recving_if_any_worker_failed, test_aggregator_failure_overrides_late_success.
+    """
     made = []
 
     def wrap(copier, tensors):
@@ -174,38 +186,11 @@ def test_one_failed_rank_fails_the_load(copies):
     check_at_rest(engine)
 
 
-class Watching(MeddlingCopier):
-    """Remembers of each store its blocks, and the device memory when the event was recorded that it comes after."""
-
-    def __init__(self, copier, tensors):
-        super().__init__(copier)
-        self.tensors, self.stores = tensors, []
-
-    def here(self):
-        self.memory = self.tensors[0][0].clone()
-        return self.copier.here()
-
-    def submit(self, direction, copies, after):
-        if direction is Direction.STORE:
-            self.stores += [self.memory[block] for copy in copies for block in copy.device_blocks]
-        return super().submit(direction, copies, after)
-
-
-def test_a_store_reads_what_was_computed_before_its_plan(copies):
-    """S5.16: when a plan arrives, and before its step is computed, every block that it stores is written. The event
-    that the copy comes after is recorded then.
-    """
-    made = []
-    copies(lambda copier, tensors: made.append(Watching(copier, tensors)) or made[-1])
-    engine = engine_of(device_blocks=32)
-    serve(engine, range(60), 8)
-    poison = torch.tensor([POISON], dtype=torch.int64).view(torch.uint8)
-    assert len(made[0].stores) == 16
-    assert not any((memory.view(-1, 8) == poison).all(1).any() for memory in made[0].stores)
-
-
 def test_the_blocks_of_a_store_are_not_handed_out_before_it_has_ended(copies):
-    """S5.17: the request that wrote them has ended long before."""
+    """S5.17: the request that wrote them has ended long before. Theirs keeps the request; ours has references.
+    test_save_inflight_defers_free_until_save_finishes, test_dense_active_load_defers_only_its_concrete_lifecycle,
+    test_finished_saving_releases_deferred_free_with_string_req_id.
+    """
     late = []
     copies(lambda copier, tensors: late.append(LateCopier(copier)) or late[-1])
     engine = engine_of()
@@ -320,19 +305,6 @@ def test_reports_that_atom_drops_come_again(monkeypatch):
         serve(engine, PROMPT)
         evict(engine)
     assert statistics(engine).chunks_loaded
-    check_at_rest(engine)
-
-
-def test_an_idle_engine_ends_its_copies(copies):
-    """S5.22."""
-    copies(COPIERS["late"])
-    engine = engine_of()
-    seq = engine.add(PROMPT)
-    while seq.id in engine.sequences:
-        engine.step()
-    assert engine.scheduler.is_finished() and engine.connector.has_pending_work()
-    engine.run()
-    assert statistics(engine).chunks_stored == 10
     check_at_rest(engine)
 
 
@@ -491,7 +463,10 @@ def test_two_requests_with_a_prefix_load_a_copy_each(copies):
 
 
 def test_a_short_hit_is_computed():
-    """S5.11: a hit of `min_load_tokens` beyond the device's prefix is loaded, and one of a token less is not."""
+    """S5.11: a hit of `min_load_tokens` beyond the device's prefix is loaded, and one of a token less is not.
+    test_load_is_skipped_if_aligned_hit_is_below_threshold,
+    test_unaligned_handoff_skips_if_boundary_remainder_is_too_small.
+    """
     for least, loaded in ((32, 8), (33, 0)):
         engine = engine_of(min_load_tokens=least)
         serve(engine, PROMPT)
