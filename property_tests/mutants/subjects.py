@@ -40,6 +40,10 @@ SUBJECTS = {
             {"bench", "copier", "examples", "memory", "mutants", "packaging", "replay", "test_links.py"}
         ),
     ),
+    "copies": Subject(
+        code=("src/cpu_prefix_cache/copier", "src/cpu_prefix_cache/memory"),
+        tests=("tests/unit/copier", "tests/unit/memory", "property_tests/laws"),
+    ),
     "connectors": Subject(
         code=("src/connector",),
         tests=("tests/connector", "tests/engines/atom"),
