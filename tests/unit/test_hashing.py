@@ -78,44 +78,6 @@ def test_golden_vectors_of_a_request_with_everything():
     )
 
 
-def test_hashing_piece_by_piece_is_hashing_at_once():
-    hasher, keys = ChainHasher(2), []
-    for end in range(len(TOKENS) + 1):
-        hasher.extend(keys, TOKENS[:end])
-        assert keys == hasher.keys(TOKENS[:end])
-    assert len(keys) == 3  # the partial tail has no key
-
-
-def test_equal_keys_mean_equal_prefixes_not_equal_chunks():
-    assert ChainHasher(1).keys([7, 7])[0] != ChainHasher(1).keys([7, 7])[1]
-    assert ChainHasher(1).keys([1, 9])[1] != ChainHasher(1).keys([2, 9])[1]
-
-
-def test_identity_fields_cannot_be_confused():
-    """L5.3"""
-    identities = [
-        {},
-        {"lora": b""},
-        {"lora": b"salt"},
-        {"salt": b"lora"},
-        {"lora": b"a", "salt": b"b"},
-        {"lora": b"b", "salt": b"a"},
-        {"lora": b"ab", "salt": b""},
-        {"lora": b"ab"},
-        {"lorasalt": b"ab"},
-        {"lorasalt": b""},
-    ]
-    hasher = ChainHasher(1, "sha256", tenants=True)
-    keys = {hasher.for_request(identity).keys([1])[0] for identity in identities}
-    assert len(keys) == len(identities)
-
-
-def test_the_order_of_identity_fields_means_nothing():
-    hasher = ChainHasher(1, "sha256")
-    one, other = {"lora": b"1", "salt": b"2"}, {"salt": b"2", "lora": b"1"}
-    assert hasher.for_request(one).keys([1]) == hasher.for_request(other).keys([1])
-
-
 def test_one_hasher_serves_many_tenants():
     engine = ChainHasher(2, "sha256", {"model": b"llama"}, tenants=True)
     ours, theirs = engine.for_request({"salt": b"ours"}), engine.for_request({"salt": b"theirs"})
@@ -123,11 +85,6 @@ def test_one_hasher_serves_many_tenants():
     assert len({key for keys in prompts for key in keys}) == 9  # three chunks each, none shared
     assert engine.for_request({"salt": b"ours"}).keys(TOKENS) == ours.keys(TOKENS)
     assert engine.for_request().keys(TOKENS) == engine.keys(TOKENS)  # the hasher itself is as before
-
-
-def test_it_means_nothing_who_brings_a_field():
-    whole = ChainHasher(1, identity={"model": b"llama", "lora": b"1"})
-    assert ChainHasher(1, identity={"model": b"llama"}).for_request({"lora": b"1"}).keys([1]) == whole.keys([1])
 
 
 def test_a_request_cannot_pass_for_another_model():
@@ -174,32 +131,6 @@ def shared_with(keys, others):
     return [key == other for key, other in zip(keys, others, strict=True)].count(True)
 
 
-@pytest.mark.parametrize("start", range(12))
-def test_an_item_leaves_the_chunks_before_it_alone(start):
-    assert shared_with(with_items((start, start + 1, b"cat")), PLAIN) == start // 2
-    assert with_items((start, start + 1, b"cat")) == with_items((start, start + 1, b"cat"))
-
-
-def test_items_differ_by_position_length_and_content():
-    cat = with_items((5, 8, b"cat"))
-    others = [(5, 8, b"dog"), (4, 8, b"cat"), (6, 8, b"cat"), (5, 7, b"cat"), (5, 12, b"cat")]
-    assert [shared_with(with_items(item), cat) for item in others] == [2, 2, 2, 2, 2]
-
-
-def test_several_items_in_a_chunk_and_over_several():
-    items = [(2, 7, b"film"), (2, 3, b"its sound"), (3, 4, b"cat"), (10, 11, b"dog")]
-    keys = with_items(*items)
-    assert keys == with_items(*reversed(items))
-    for left_out, shared in zip(items, [1, 1, 1, 5], strict=True):
-        assert shared_with(with_items(*(item for item in items if item != left_out)), keys) == shared
-
-
-def test_an_item_cannot_swallow_the_next():
-    """L5.3"""
-    ends = (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
-    assert with_items((0, 1, b"a"), (0, 1, b"b")) != with_items((0, 1, b"a" + ends + b"b"))
-
-
 def test_chunks_with_items_are_no_plain_chunks_of_another_size():
     """L5.3: the bytes behind the tokens cannot be written as tokens."""
     seen = []
@@ -213,14 +144,6 @@ def test_chunks_with_items_are_no_plain_chunks_of_another_size():
         ChainHasher(2).for_request(items=[MultimodalItem(0, 1, b"cat")]).keys(range(4))
     with_item, plain = seen[-2:]
     assert (len(with_item) - 16) % 4 == 1 and (len(plain) - 16) % 4 == 0
-
-
-def test_an_item_may_begin_before_its_tokens_are_known():
-    """A prompt that arrives in pieces: all items at once, tokens as they come."""
-    hasher, keys = ChainHasher(2).for_request(items=[MultimodalItem(3, 9, b"cat")]), []
-    for end in range(13):
-        hasher.extend(keys, range(end))
-    assert keys == with_items((3, 9, b"cat"))
 
 
 @pytest.mark.parametrize("item", [(1, 1, b"cat"), (2, 1, b"cat"), (-1, 1, b"cat"), (0, 1, b""), (0, 1, "cat")])
@@ -250,13 +173,6 @@ def test_decoding_hashes_nothing_twice():
     assert len(calls) == 10 and len(keys) == 20
 
 
-def test_a_checkpoint_has_a_key_of_its_own():
-    keys = [*ChainHasher(1).keys(TOKENS), *ChainHasher(1, "sha256").keys(TOKENS)]
-    checkpoints = {checkpoint_key(key) for key in keys}
-    assert len(checkpoints) == len(keys) and not checkpoints & set(keys)
-    assert all(len(checkpoint_key(key)) == len(key) + 1 for key in keys)
-
-
 KINDS = {
     "tuple": tuple,
     "range": lambda tokens: range(tokens[0], tokens[-1] + 1),
@@ -283,18 +199,6 @@ def test_all_kinds_of_integers_agree(kind):
     ChainHasher(2).extend(keys, kind(tokens))
     assert keys == ChainHasher(2).keys(tokens)
     assert ChainHasher(2).keys(kind(tokens)[:0]) == []
-
-
-@pytest.mark.parametrize(
-    ("code", "token"),
-    [
-        *((code, token) for code in "iIlLqQ" for token in (0, 1, 128, 2**31 - 1)),
-        *((code, token) for code in "ILqQ" for token in (2**31, 2**32 - 1)),
-    ],
-)
-def test_the_whole_range_of_tokens_is_read(code, token):
-    tokens = array(code, [5, token])
-    assert ChainHasher(1).keys(tokens) == by_the_formula(DIGESTS["xxh3_128"], [5, token], 1, {})
 
 
 @pytest.mark.parametrize(
