@@ -5,8 +5,8 @@ import pytest
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model import planner as planners
-from cpu_prefix_cache.model.planner import FAR_CHUNKS, PieceAt
-from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
+from cpu_prefix_cache.model.planner import FAR_CHUNKS
+from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, group_waste
 
 
 def group(name="attention", tokens=16, size=1_000, kind=PrefixGroup, **options):
@@ -33,18 +33,6 @@ def planner(*groups, max_model_len=4_096, **options):
     return HybridChunkPlanner(groups, max_model_len=max_model_len, **options)
 
 
-def test_one_group_is_kept_block_by_block():
-    one = planner(group(tokens=16, size=1_000))
-    assert (one.grid_tokens, one.host_block_bytes, one.host_blocks_per_chunk, one.waste) == (16, 1_000, 1, 0.0)
-
-
-def test_groups_meet_at_their_least_common_multiple():
-    """S7.31"""
-    two = planner(group("draft", 16), group("target", 24))
-    assert two.grid_tokens == 48
-    assert [piece.device_blocks for piece in two.pieces] == [3, 2]
-
-
 def test_the_engines_own_grid_is_kept():
     assert planner(group(tokens=16), grid_tokens=64).pieces[0].device_blocks == 4
     with pytest.raises(ConfigurationError, match="not a multiple of the 16 tokens of a block of group 'attention'"):
@@ -60,14 +48,6 @@ def test_a_hit_leaves_the_last_token_to_compute():
     assert [one.full_chunks(tokens) for tokens in (0, 15, 16, 31, 32)] == [0, 0, 1, 1, 2]
 
 
-def test_a_piece_takes_whole_host_blocks():
-    """Where one group's piece is a multiple of the other's, nothing is wasted."""
-    two = planner(group("small", 16, 200_000), group("large", 16, 600_000))
-    assert two.host_block_bytes == 200_000
-    assert [piece.host_blocks for piece in two.pieces] == [1, 3]
-    assert two.waste == 0.0
-
-
 def test_the_smallest_host_block_is_tried_too():
     """Pieces just short of 2, 3 and 5 times 192 KiB: no whole part of one of them suits the others."""
     least = 192 * 1024
@@ -77,12 +57,6 @@ def test_the_smallest_host_block_is_tried_too():
     assert three.waste < 0.01
 
 
-def test_a_block_may_take_several_device_blocks():
-    one = planner(group(tokens=64, device_blocks=4), window(64, tokens=64, device_blocks=2))
-    assert [piece.num_bytes for piece in one.pieces] == [4_000, 2_000]
-    assert one.device_blocks(0, 3) == [12, 2]
-
-
 def test_waste_is_the_share_of_host_bytes_that_hold_nothing():
     two = planner(group("one", 16, 200_000), group("other", 16, 299_999))
     held = two.host_blocks_per_chunk * two.host_block_bytes
@@ -90,40 +64,9 @@ def test_waste_is_the_share_of_host_bytes_that_hold_nothing():
     assert 0 < two.waste < 0.25
 
 
-def test_a_window_needs_the_blocks_that_the_next_token_sees():
-    """Token 96 sees itself and 39 more, from 57 on, in block 3."""
-    assert needed(window(40), 0, 16, 48, 64, 96) == [[], [0], [0, 1, 2], [1, 2, 3], [3, 4, 5]]
-    assert needed(window(33), 96) == [[4, 5]], "32 tokens before it: two whole blocks"
-    assert needed(window(34), 96) == [[3, 4, 5]], "one more token, one more block"
-    assert needed(window(1), 96) == [[]], "it sees itself only"
-
-
-def test_drafts_that_may_be_rejected_widen_a_window():
-    assert needed(window(33, extra=1), 96) == needed(window(34), 96)
-    assert needed(window(33, extra=16), 96) == [[3, 4, 5]]
-
-
 def test_a_local_chunk_needs_nothing_where_it_begins():
     assert needed(local(64), 48, 64, 80, 96, 128) == [[0, 1, 2], [], [4], [4, 5], []]
     assert needed(local(40), 48) == [[2]], "it began at 40, within block 2"
-
-
-def test_a_state_needs_the_page_at_the_boundary_and_no_other():
-    assert needed(state(), 0, 16, 96) == [[], [0], [5]]
-
-
-def test_a_checkpoint_has_the_pieces_of_every_group_but_the_prefix_groups():
-    mixed = planner(group(tokens=32), window(24, tokens=8), state(tokens=16), local(64, tokens=32))
-    assert mixed.grid_tokens == 32
-    assert mixed.checkpoint(3) == (
-        PieceAt(1, 2, 1),  # 73 ... 95 are seen
-        PieceAt(1, 2, 2),
-        PieceAt(1, 2, 3),
-        PieceAt(2, 2, 1),  # the page at 96, not the one at 80
-        PieceAt(3, 2, 0),  # the local chunk began at 64
-    )
-    assert mixed.checkpoint_bytes(3) == 5_000
-    assert mixed.needs_checkpoint(3) and not mixed.needs_checkpoint(0)
 
 
 def test_a_boundary_where_every_local_chunk_begins_needs_no_checkpoint():
@@ -138,23 +81,6 @@ def test_states_may_be_all_that_there_is_beside_prefixes():
     assert planner(group(tokens=16), state()).has_states_alone and planner(state()).has_states_alone
     assert not planner(group(tokens=16)).has_states_alone
     assert not planner(group(tokens=16), window(40), state()).has_states_alone
-
-
-def test_a_load_fills_only_what_lies_in_its_chunks():
-    mixed = planner(group(tokens=16), window(40), state())
-    assert mixed.device_blocks(0, 6) == [6, 3, 1]
-    assert mixed.positions(0, 6) == [[0, 1, 2, 3, 4, 5], [3, 4, 5], [5]]
-    assert mixed.device_blocks(4, 6) == [2, 2, 1], "the engine has block 3 of the window"
-    assert mixed.positions(4, 6) == [[4, 5], [4, 5], [5]]
-    assert mixed.device_blocks(6, 6) == [0, 0, 0]
-
-
-def test_a_boundary_counts_only_if_the_drafter_could_go_on_from_there():
-    ahead = planner(group(tokens=16), group("drafter", 16, lookahead_tokens=1))
-    assert [ahead.resumable_chunks(present) for present in range(4)] == [0, 0, 1, 2]
-    far = planner(group(tokens=16, lookahead_tokens=17))
-    assert [far.resumable_chunks(present) for present in range(4)] == [0, 0, 0, 1]
-    assert planner(group(tokens=16)).resumable_chunks(3) == 3
 
 
 def test_a_group_of_which_all_ranks_have_the_same_takes_all_lanes():
@@ -172,14 +98,6 @@ def test_under_context_parallelism_a_block_covers_the_tokens_of_all_ranks():
     apart = planner(group(tokens=2 * 16), ranks=2)
     assert apart.grid_tokens == 32
     assert conversation_bytes(apart, 64) == conversation_bytes(planner(group(tokens=16)), 64)
-
-
-def test_a_piece_that_two_checkpoints_need_is_kept_once():
-    one = planner(group(tokens=16), window(40))
-    assert conversation_bytes(one, 96) == (6 + 3) * 1_000
-    assert conversation_bytes(one, 96, [6, 5]) == (6 + 4) * 1_000, "blocks 3, 4 and 5, and 2, 3 and 4"
-    assert conversation_bytes(one, 96, []) == 6_000
-    assert conversation_bytes(one, 96, range(7)) == everything_bytes(one, 96) == 12_000
 
 
 def test_a_group_that_leaves_its_host_blocks_empty_gets_advice():
