@@ -14,98 +14,6 @@ from property_tests.strategies import chain
 from tests.support.story import Shelf, make_scarce
 
 
-def test_the_least_recently_used_chunk_leaves_first():
-    shelf = Shelf(3)
-    for prompt in ("a", "b", "c"):
-        shelf.put(prompt)
-    shelf.use("a")
-    shelf.put("d")
-    assert shelf.names == {"a", "c", "d"}
-    assert shelf.order == ["c", "a", "d"]
-
-
-def test_a_prompt_leaves_tail_first():
-    """S7.6, O8.5, L5.37"""
-    shelf = Shelf(4)
-    shelf.put("abc")
-    shelf.put("xy")
-    assert shelf.names == {"a", "ab", "x", "xy"}
-
-
-def test_a_parent_never_leaves_before_its_child():
-    shelf = Shelf(3)
-    shelf.put("a")
-    shelf.put("b")
-    shelf.put("ac")  # the child is young, so its parent is not old
-    assert shelf.order == ["b", "ac", "a"]
-
-
-def test_a_parent_that_an_older_request_stored_leaves_after_its_child():
-    """The second request came before the first had stored anything, and stores below what that did."""
-    pool = BlockPool(2)
-    first, second = pool.touch(None), pool.touch(None)
-    a, ab = pool.allocate(2)
-    pool.commit([a], [b"a"], pool.root, first)
-    pool.commit([ab], [b"ab"], a, second)
-    assert pool.allocate(1) == [ab]
-    assert pool.find(b"a") == a
-
-
-def test_a_parent_inherits_the_youngest_touch_of_the_children_it_loses():
-    shelf = Shelf(4)
-    shelf.put("a")
-    late = shelf.pool.touch(shelf.at("a"))  # admitted now, stored later
-    shelf.put("x")
-    shelf.pool.commit(shelf.pool.allocate(1), [b"ab"], shelf.at("a"), late)
-    early = shelf.order
-    shelf.use("ab")
-    assert early == ["ab", "a", "x"] and shelf.order == ["x", "ab", "a"]
-    shelf.withdraw("ab")
-    assert shelf.order == ["x", "a"]
-
-
-def test_a_request_is_one_touch_however_long_it_is():
-    """Using "abc" once does not make "a" and "ab" younger than what was used after."""
-    shelf = Shelf(5)
-    shelf.put("abc")
-    shelf.put("x")
-    shelf.put("y")
-    shelf.use("x")
-    assert shelf.order == ["abc", "ab", "a", "y", "x"]
-
-
-def test_chunks_carry_the_touch_of_admission_not_of_landing():
-    """O8.4: the order does not depend on the order in which transfers complete."""
-    pool = BlockPool(4)
-    first, second = pool.touch(None), pool.touch(None)
-    a, b = pool.allocate(2)
-    pool.commit([b], [b"b"], pool.root, second)
-    pool.commit([a], [b"a"], pool.root, first)
-    assert list(pool.soonest_evicted()) == [a, b]
-
-
-def test_a_pinned_chunk_holds_its_whole_prefix():
-    shelf = Shelf(3)
-    shelf.put("abc")
-    held = shelf.pin("abc")
-    with pytest.raises(PoolExhausted) as refusal:
-        shelf.put("x")
-    assert (refusal.value.wanted, refusal.value.available) == (1, 0)
-
-    shelf.pool.unpin(held)
-    shelf.put("xy")
-    assert shelf.names == {"a", "x", "xy"}
-
-
-def test_a_pin_in_the_middle_frees_what_hangs_below():
-    shelf = Shelf(3)
-    shelf.put("abc")
-    shelf.pin("ab")
-    assert shelf.pool.num_available == 1
-    shelf.put("x")
-    assert shelf.names == {"a", "ab", "x"}
-
-
 def test_unpinning_twice_is_the_callers_mistake():
     """L5.25, S7.4"""
     shelf = Shelf(2)
@@ -119,42 +27,11 @@ def test_unpinning_twice_is_the_callers_mistake():
     assert not shelf.pool.is_pinned(shelf.at("a"))
 
 
-def test_an_allocation_that_cannot_be_met_takes_nothing():
-    """O8.3, L5.36. It finds out as it evicts: what has left by then makes room for the next one (rule 4)."""
-    shelf = Shelf(4)
-    shelf.put("ab")
-    shelf.put("x")
-    shelf.pin("ab")
-    with pytest.raises(PoolExhausted) as refusal:
-        shelf.pool.allocate(3)
-    assert (refusal.value.wanted, refusal.value.available) == (3, 2)
-    assert shelf.pool.statistics().free == 2 and shelf.names == {"a", "ab"}
-    assert len(shelf.pool.allocate(2)) == 2
-
-
-def test_a_store_takes_what_it_can_have():
-    shelf = Shelf(4)
-    shelf.put("ab")
-    shelf.put("x")
-    shelf.pin("ab")
-    assert len(shelf.pool.take(3)) == 2 and shelf.pool.take(1) == []
-    assert shelf.names == {"a", "ab"}
-
-
 def test_keys_are_given_for_all_chunks_or_for_none():
     pool = BlockPool(3)
     with pytest.raises(MisuseError, match="2 keys were given for 3 chunks"):
         pool.allocate(3, chain("ab"))
     assert len(pool.allocate(2, chain("ab"))) == 2 and len(pool.allocate(1)) == 1
-
-
-def test_a_block_in_writing_is_neither_found_nor_evicted():
-    pool = BlockPool(2)
-    (block,) = pool.allocate(1)
-    assert pool.state(block) is BlockState.WRITING and pool.key(block) is None
-    assert pool.num_available == 1
-    pool.commit([block], [b"a"], pool.root, pool.touch(None))
-    assert pool.state(block) is BlockState.CACHED and pool.find(b"a") == block
 
 
 def test_a_chunk_is_committed_only_below_a_committed_parent():
@@ -174,80 +51,6 @@ def test_each_key_that_is_committed_has_a_block_of_its_own(twice, keys):
     blocks = pool.allocate(2)
     with pytest.raises(MisuseError, match=f"different blocks were given for {len(keys)} keys"):
         pool.commit(2 * blocks[:1] if twice else blocks, chain(keys), pool.root, pool.touch(None))
-
-
-def test_withdrawing_a_chunk_withdraws_what_hangs_below_it():
-    shelf = Shelf(5)
-    shelf.put("abc")
-    shelf.put("abd")
-    shelf.put("x")
-    shelf.withdraw("ab")
-    assert shelf.names == {"a", "x"}
-    assert shelf.pool.statistics().free == 3
-
-
-def test_a_withdrawn_chunk_keeps_its_bytes_until_its_last_pin_ends():
-    shelf = Shelf(3)
-    shelf.put("ab")
-    block = shelf.at("ab")
-    pin = shelf.pin("ab")
-    second = shelf.pin("ab")
-    shelf.withdraw("a")
-    assert shelf.names == set() and shelf.pool.statistics().retired == 2
-    shelf.pool.unpin(pin)
-    assert shelf.pool.state(block) is BlockState.RETIRED and shelf.pool.num_available == 1
-    shelf.put("a")  # the key is free for new bytes meanwhile
-    shelf.pool.unpin(second)
-    assert shelf.pool.state(block) is BlockState.FREE and shelf.pool.statistics().free == 2
-
-
-def test_reset_takes_all_keys_and_spares_pinned_bytes():
-    shelf = Shelf(4)
-    shelf.put("ab")
-    shelf.put("x")
-    pin = shelf.pin("ab")
-    shelf.pool.reset()
-    shelf.pool.reset()
-    now = shelf.pool.statistics()
-    assert (now.cached, now.retired, now.free) == (0, 2, 2)
-    shelf.pool.unpin(pin)
-    assert shelf.pool.statistics().free == 4
-
-
-def test_a_reset_that_follows_another_takes_what_came_between_and_no_more():
-    """Blocks that were not handed out meanwhile still show what they were, and nobody sees it."""
-    shelf = Shelf(6)
-    shelf.put("abcd")
-    shelf.pool.reset()
-    shelf.put("ax")
-    pin = shelf.pin("ax")
-    assert shelf.names == {"a", "ax"} and shelf.order == []
-    shelf.pool.reset()
-    shelf.put("abc")
-    assert shelf.names == {"a", "ab", "abc"} and shelf.order == ["abc", "ab", "a"]
-    now = shelf.pool.statistics()
-    assert (now.cached, now.retired, now.free) == (3, 2, 1)
-    shelf.pool.unpin(pin)
-    shelf.put("vwx")
-    assert shelf.names == {"a", "ab", "abc", "v", "vw", "vwx"}
-
-
-def test_a_reset_keeps_what_hangs_above_a_pin_and_frees_its_other_branches():
-    shelf = Shelf(8)
-    for prompt in ("abc", "abd", "ax", "y"):
-        shelf.put(prompt)
-    pins = [shelf.pin("abd"), shelf.pin("ab")]
-    retired = [shelf.at(prompt) for prompt in ("a", "ab", "abd")]
-    shelf.pool.reset()
-    assert shelf.pool.statistics().retired == 3 and shelf.pool.statistics().free == 5
-    assert all(
-        shelf.pool.state(block) is BlockState.RETIRED for block in retired[1:]
-    )  # those that are pinned themselves
-    assert set(shelf.pool.allocate(5)).isdisjoint(retired)
-    for pin, left in zip(pins, (2, 0), strict=True):
-        shelf.pool.unpin(pin)
-        shelf.pool.check_valid()
-        assert shelf.pool.statistics().retired == left
 
 
 def test_a_reset_takes_each_node_over_once(monkeypatch):
@@ -309,20 +112,6 @@ def test_a_pinned_block_that_is_aborted_is_freed_at_unpin():
         pool.pin(block)
 
 
-def test_soonest_evicted_is_what_allocation_takes():
-    shelf = Shelf(6)
-    shelf.put("ab")
-    shelf.put("ac")
-    shelf.put("x")
-    shelf.withdraw("ac")  # "a" keeps the younger touch of "ac", and is not childless
-    for left in (["ab", "a", "x"], ["a", "x"], ["x"]):
-        assert shelf.order == left
-        leaves = shelf.order[0]
-        before = shelf.names
-        shelf.pool.abort(shelf.pool.allocate(shelf.pool.statistics().free + 1))
-        assert before - shelf.names == {leaves}
-
-
 def test_a_pool_grows_and_never_shrinks():
     pool = BlockPool(6, ready=0)
     with pytest.raises(PoolExhausted):
@@ -331,38 +120,6 @@ def test_a_pool_grows_and_never_shrinks():
         pool.grow(asked)
         assert pool.statistics().ready == pool.statistics().free == ready
     assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("per_chunk", [1, 2, 3])
-def test_a_chunk_of_several_blocks_comes_and_goes_whole(per_chunk):
-    shelf = Shelf(3, per_chunk)
-    shelf.put("abc")
-    whole = shelf.pool.blocks_of([shelf.at("a"), shelf.at("ab"), shelf.at("abc")])
-    assert sorted(whole) == list(range(3 * per_chunk))
-    shelf.put("x")
-    assert shelf.names == {"a", "ab", "x"}
-    shelf.pool.reset()
-    assert shelf.pool.statistics().free == 3 * per_chunk
-
-
-def test_blocks_of_chunks_that_left_are_dealt_anew():
-    """An odd pool has one block left over, and no block is ever dealt twice."""
-    pool = BlockPool(9, blocks_per_chunk=2)
-    first, second = pool.allocate(2)
-    pool.commit([second], [b"a" * 16], pool.root, pool.touch(None))
-    pool.abort([first])
-    blocks = pool.blocks_of(pool.allocate(4))
-    assert sorted(blocks) == list(range(8))
-    pool.check_valid()
-
-
-def test_a_chunk_that_left_is_none_where_its_block_is_the_second_of_another():
-    pool = BlockPool(4, blocks_per_chunk=2)
-    [left] = pool.claim([(1, 2)])
-    pool.commit([left], [b"a" * 16], pool.root, pool.touch(None))
-    assert pool.allocate(2) == [0, 2]
-    assert pool.state(left) is BlockState.FREE
-    pool.check_valid()
 
 
 def test_chunks_below_several_pins_are_counted_once():

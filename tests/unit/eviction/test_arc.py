@@ -63,43 +63,6 @@ def test_a_scan_does_not_wash_out_what_is_used_again():
         assert shelf.names & {"a", "ab", "abc"} == kept
 
 
-def test_a_chunk_in_t2_outlives_its_children_in_t1():
-    """The paper would take "a", the oldest of T2. Its child goes first, and not "d", which is younger than "a"."""
-    shelf = Shelf(3, policy="arc")
-    for prompt in ("a", "a", "b", "c", "d", "b", "ax", "d"):
-        shelf.put(prompt)
-    assert lists(shelf) == (["ax"], ["a", "d"], ["c"], ["b"], 1)  # |T1| = p, so T2 is to give one
-    assert shelf.order == ["ax", "a", "d"]
-    shelf.put("z")
-    assert shelf.names == {"a", "d", "z"}
-
-
-def test_ancestors_of_a_ghost_that_returns_go_to_t2_too():
-    """Or T2 had an orphan: T1 could not give "a", because of its child, and T2 would keep "ab" for its sake alone."""
-    shelf = Shelf(3, policy="arc")
-    for prompt in ("x", "x", "ab", "y"):
-        shelf.put(prompt)
-    assert lists(shelf) == (["a", "y"], ["x"], ["ab"], [], 0)
-    shelf.withdraw("a")  # leaves no ghost
-    shelf.put("ab")
-    assert lists(shelf) == ([], ["x", "ab"], ["y"], [], 1)
-    assert shelf.names == {"x", "a", "ab"}
-
-
-def test_a_store_that_fails_counts_no_more():
-    """L5: what never came must not stay in T1."""
-    shelf = Shelf(3, policy="arc")
-    for prompt in ("a", "a", "b"):
-        shelf.put(prompt)
-    arc = shelf.pool._policy
-    blocks = shelf.pool.allocate(2, [b"x", b"y"])
-    assert lists(shelf) == ([], ["a"], ["b"], [], 0) and sizes(arc) == (2, 1)
-    shelf.pool.retire(blocks)
-    assert sizes(arc) == (0, 1)
-    shelf.pool.abort(blocks)
-    shelf.pool.check_valid()
-
-
 def test_stores_on_their_way_count_and_those_that_fail_do_not():
     engine = Engine(policy="arc")
     engine.starts("r", "abc")
@@ -109,80 +72,6 @@ def test_stores_on_their_way_count_and_those_that_fail_do_not():
     assert sizes(arc) == (3, 0)
     engine.reports(failed={store.id})
     assert sizes(arc) == (0, 0) and engine.host == set()
-
-
-def test_a_batch_adapts_for_each_of_its_chunks():
-    """Two ghosts in one allocation raise p twice, each for the lists as the one before it left them."""
-    shelf = Shelf(6, policy="arc")
-    for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):
-        shelf.put(prompt)
-    assert lists(shelf) == (["a", "w", "y", "z"], ["x", "v"], ["abc", "ab"], [], 0)
-    shelf.put("abc")  # "ab": p = 1, |T1| = 3, T1 gives w. "abc": p = 2 = |T1|, T2 gives x
-    assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["x"], 2)
-
-
-def test_ghosts_that_return_in_a_row_count_one_by_one():
-    """As above, with victims of one prompt: both are dealt with together."""
-    shelf = Shelf(12, policy="arc")
-    for prompt in ("x", "x", "v", "v", "abcd", "mnopqrst"):
-        shelf.put(prompt)
-    assert lists(shelf)[2:] == (["abcd", "abc"], [], 0)
-    shelf.put("abcd")
-    assert lists(shelf)[2:] == (["mnopqrst", "mnopqrs"], [], 2)
-
-
-def test_a_ratio_is_of_the_lists_as_the_chunk_before_left_them():
-    shelf = Shelf(6, policy="arc")
-    for prompt in ("x", "x", "v", "v", "abc", "w", "y", "z"):
-        shelf.put(prompt)
-    shelf.pool._policy._ghosts.add(1, [b"p", b"q", b"r"], None)
-    shelf.put("abc")  # "ab": p = 3/2, T1 gives w to B1. "abc": p = 3/2 + 3/2, and not 3/1
-    assert lists(shelf) == (["y", "z"], ["v", "abc"], ["w"], ["p", "q", "r", "x"], 3)
-
-
-def test_keys_that_find_room_count_before_keys_that_do_not():
-    shelf = Shelf(5, policy="arc")
-    for prompt in ("x", "x", "v", "v", "y", "z"):
-        shelf.put(prompt)
-    shelf.pool._policy._target = 3.0
-    shelf.pool.allocate(2, [b"m", b"n"])  # m finds room, and |T1| = 3. That is p, so T2 gives one for n
-    assert shelf.names == {"v", "y", "z"}
-
-
-def test_a_chunk_in_t2_inherits_from_a_child_in_t1_and_stays_in_t2():
-    """A request whose beginning the device has does not touch it, and adds what follows."""
-    shelf = Shelf(3, policy="arc")
-    for prompt in ("a", "a", "x", "x"):
-        shelf.put(prompt)
-    add(shelf, "ab", shelf.pool.touch(None))
-    assert lists(shelf)[:2] == (["ab"], ["a", "x"])
-    assert shelf.order == ["ab", "x", "a"]
-    shelf.pool.abort(shelf.pool.allocate(1))
-    shelf.pool.check_valid()
-    assert lists(shelf)[:2] == ([], ["x", "a"])
-
-
-def test_a_ghost_that_returns_late_makes_nothing_older():
-    shelf = Shelf(4, policy="arc")
-    for prompt in ("x", "x", "ab", "y", "z"):
-        shelf.put(prompt)
-    shelf.withdraw("a")
-    early = shelf.pool.touch(None)  # of a request for "ab", whose store takes its time
-    shelf.use("x")
-    shelf.put("a")
-    add(shelf, "ab", early)
-    assert lists(shelf) == (["z"], ["ab", "x"], ["y"], [], 1)
-    assert shelf.order == ["ab", "x", "a", "z"]
-
-
-def test_a_run_of_victims_ends_where_a_chunk_is_younger():
-    shelf = Shelf(4, policy="arc")
-    shelf.put("ab")
-    shelf.put("x")
-    add(shelf, "ac", shelf.pool.touch(None))
-    shelf.withdraw("ac")  # "a" is now younger than "x", and "ab" is not
-    shelf.pool.abort(shelf.pool.allocate(3))
-    assert shelf.names == {"a"}
 
 
 def test_ghosts_are_bounded_however_often_the_prompts_change():
