@@ -77,23 +77,6 @@ def test_a_pool_with_a_least_length_needs_the_number_of_tokens():
     pool.touch(None)  # nobody's request
 
 
-def test_admission_decides_also_when_there_is_room():
-    pool = BlockPool(4, thresholds=CacheOptions(store_after=2))
-    pool.touch(None, chain("abc"))
-    pool.touch(None, chain("abd"))
-    assert pool.choose(pool.root, chain("abd")) == 2
-    assert pool.choose(pool.root, chain("xyz")) == 0
-
-
-def test_the_end_of_a_prompt_is_forgotten_before_its_beginning():
-    admission = Admission(CacheOptions(), remembered=4)
-    admission.told(chain("abc"), 3)
-    admission.told(chain("xyz"), 3)
-    assert (len(admission), admission.admitted(chain("abc")), admission.admitted(chain("xyz"))) == (4, 1, 3)
-    admission.told(chain("longest"), 7)
-    assert admission.admitted(chain("longest")) == 4
-
-
 def test_the_oldest_keys_are_looked_for_once_a_prompt():
     """A dictionary is searched past all that was deleted at its front: begun anew for each key, 8,192 took seconds."""
 

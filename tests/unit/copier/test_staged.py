@@ -1,7 +1,6 @@
 """The staging ring: when a slot may be used again, the waits of a copy, and the slices in which it goes."""
 
 import gc
-import mmap
 import random
 from contextlib import nullcontext
 from itertools import chain, count
@@ -17,7 +16,6 @@ from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
-from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from tests.support.simulated_driver import SLICE, SimulatedDriver, pinned_arena
@@ -349,25 +347,6 @@ def test_two_threads_copy_while_the_region_is_being_pinned(seed):
 # Slices
 
 
-def test_a_piece_larger_than_a_slot_goes_part_by_part():  # a state page
-    parts = [randoms(5, size, seed=size) for size in (700, 900, 33, 600, 64)]
-    host, expected = poisoned(40, 300), poisoned(40, 300)
-    shapes = shapes_of([parts], [2], 300)
-    copier = StagedCopier(shapes, [parts], host, ring_bytes=4 * 2048)
-    copies = [GroupCopy(0, tuple(random.Random(1).sample(range(40), 2 * shapes.pieces[0].host_blocks)), (4, 0, 2, 3))]
-    assert 2 * sum(part.shape[1] for part in parts) > 2048
-    ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
-    copier.copy(Direction.STORE, copies)
-    assert torch.equal(host, expected)
-    before = [part.clone() for part in parts]
-    for part in parts:
-        part.fill_(POISON)
-    copier.copy(Direction.LOAD, copies)
-    for part, was in zip(parts, before, strict=True):
-        assert torch.equal(part[[4, 0, 2, 3]], was[[4, 0, 2, 3]])
-        assert (part[1] == POISON).all()
-
-
 def test_even_if_what_fits_a_slot_is_one_host_block_of_several():
     raw = randoms(9, 257)
     parts = [raw[:, :128], raw[:, 128:256], raw[:, 256:]]
@@ -525,51 +504,6 @@ def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
 
 
 # Addresses
-
-
-STRIDE = 5 << 30  # more than 32 bits can hold
-
-
-@pytest.fixture
-def far_memory():
-    """64 GiB that nobody has written to, so that nobody has to have."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, 64 << 30, flags=flags), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("size", [18 * 1024, 18 * 1024 + 1, 4099])
-def test_blocks_may_lie_many_gigabytes_apart(far_memory, size):  # L5.33
-    # from 8 GiB on, so that an address cut to 32 bits is wrong and not a crash
-    far = far_memory.as_strided((9, size), (STRIDE, 1), 8 << 30)
-    near = randoms(9, 40)
-    far[[1, 4, 8]] = randoms(3, size, seed=5)
-    shapes = shapes_of([[near, far]], [1], 20_000)
-    host = poisoned(8, 20_000)
-    copier = StagedCopier(shapes, [[near, far]], host)
-    copier.copy(Direction.STORE, [GroupCopy(0, (6, 1, 3), (8, 1, 4))])
-    assert torch.equal(host[[6, 1, 3], 40 : 40 + size], far[[8, 1, 4]])
-    assert (host[[6, 1, 3], 40 + size :] == POISON).all()
-    copier.copy(Direction.LOAD, [GroupCopy(0, (6, 1), (2, 7))])
-    assert torch.equal(far[[2, 7]], far[[8, 1]])
-    assert far[[0, 3, 5, 6]].sum() == 0
-
-
-@pytest.mark.parametrize("tiling", [Tiling((4,), 16, 3, 1), Tiling((1, 8), 8, 1, 1), Tiling((2, 64), 128, 100, 1)])
-@pytest.mark.parametrize("size", [1, 3, 8, 15, 16, 17, 48, 50, 63, 64])
-def test_tiles_of_any_width_cover_every_byte_and_no_other(size, tiling):
-    memory = randoms(7, 80)
-    parts = [memory[:, 8 : 8 + size], randoms(7, 24, seed=2)]
-    host = poisoned(9, 100)
-    copier = StagedCopier(shapes_of([parts], [1], 100), [parts], host, ring_bytes=8192, tiling=tiling)
-    copier.copy(Direction.STORE, [GroupCopy(0, (8, 2, 3), (6, 1, 0))])
-    wanted = poisoned(9, 100)
-    wanted[[8, 2, 3], : size + 24] = torch.cat([part[[6, 1, 0]] for part in parts], dim=1)
-    assert torch.equal(host, wanted)
-    memory.fill_(POISON)
-    copier.copy(Direction.LOAD, [GroupCopy(0, (8, 2, 3), (5, 2, 4))])
-    wanted = poisoned(7, 80)
-    wanted[[5, 2, 4], 8 : 8 + size] = host[[8, 2, 3], :size]
-    assert torch.equal(memory, wanted)
 
 
 @pytest.mark.parametrize(
