@@ -1,13 +1,15 @@
 """Time of a keeper's answers, as engines see it, at a steady rate of questions.
 
     python -m benchmarks.deciding.keeper_answers [--engines 8] [--rate 1000] [--seconds 10] [--chunks 64] [--json OUT]
+    python -m benchmarks.deciding.keeper_answers --echo
 
 A keeper and engines are processes of this machine. Each engine connects as engines do and sends a `run` for a prompt at
 its own times, so that together they send `--rate` a second; it releases the lease, and now and then stores a prompt
 that nobody has. Measured is from before the message is encoded until the answer is decoded, by an engine that waits for
 it, without the engine's step around it.
 
-Bar: 200 us at the 99th percentile. With fewer processors than engines most of it is waiting for one.
+Bar: 200 us at the 99th percentile. With fewer processors than engines most of it is waiting for one. With `--echo` a
+process that answers all alike and at once has the keeper's place: what sockets and processes take here.
 """
 
 import argparse
@@ -15,16 +17,27 @@ import json
 import multiprocessing
 import os
 import random
+import selectors
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, keeper, percentile
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES, NOBODY, Kind, Message, Received, encoded
+from cpu_prefix_cache.keeper.protocol import (
+    ANSWERS,
+    KEY_BYTES,
+    NAMESPACE_BYTES,
+    NOBODY,
+    Kind,
+    Message,
+    Received,
+    encoded,
+)
 from cpu_prefix_cache.keeper.shape import spelled
 
 MICRO = 1e6
@@ -91,12 +104,50 @@ def live(path: str, seed: int, options: argparse.Namespace, results: Any) -> Non
     results.put(times)
 
 
+def echo(listener: socket.socket) -> None:
+    """Answer every question, and all alike."""
+    answers = {Kind.RUN: (0, 0), Kind.TAKE: (0, 0, 0)}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        received: dict[Any, Received] = {}
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    connection = listener.accept()[0]
+                    selector.register(connection, selectors.EVENT_READ, connection)
+                    received[connection] = Received()
+                    continue
+                connection = key.data
+                data = connection.recv(1 << 20)
+                if not data:
+                    selector.unregister(connection)
+                    continue
+                received[connection].feed(data)
+                for message in received[connection]:
+                    if message.kind is Kind.HELLO:
+                        connection.sendall(bytes(1))
+                    elif message.kind in answers:
+                        answer = Message(ANSWERS[message.kind], message.id, answers[message.kind])
+                        connection.sendall(encoded(answer))
+
+
+@contextmanager
+def echoing(path: str) -> Iterator[Any]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        process = multiprocessing.Process(target=echo, args=(listener,), daemon=True)
+        process.start()
+        yield process
+        process.kill()
+
+
 def main() -> None:
     options = arguments()
     print("\n".join(environment(["cpu-prefix-cache"])))
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "kv.sock")
-        with keeper(path, SLOTS * BLOCK_BYTES) as process:
+        with echoing(path) if options.echo else keeper(path, SLOTS * BLOCK_BYTES) as process:
             results = multiprocessing.Queue()
             engines = [
                 multiprocessing.Process(target=live, args=(path, seed, options, results))
@@ -133,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1000.0, help="questions a second, of all engines")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--chunks", type=int, default=64, help="of a prompt")
+    parser.add_argument("--echo", action="store_true", help="no keeper")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()
 
