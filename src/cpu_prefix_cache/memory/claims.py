@@ -58,34 +58,14 @@ class Claim(NamedTuple):
     not_taken: int
 
 
-class Promise(NamedTuple):
-    """Memory that a process has been given and has not taken yet, by its claims."""
-
-    claims: Sequence[Claim]
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return self.claims[0].groups
-
-    @property
-    def most(self) -> int:
-        """Bytes, if none of them has been taken."""
-        return sum(len(each.region) for each in self.claims)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes. The kernel goes through all that the process has mapped: 25 ms where that is much."""
-        return _not_taken(self.claims)
-
-
-def promises() -> list[Promise]:
-    """To all living processes, this one too."""
+def promises() -> list[list[Claim]]:
+    """The claims of each living process, this one too: what it has been given and has not taken yet."""
     claims = defaultdict[tuple[int, int], list[Claim]](list)  # by process
     folder = _folder()
     for name in [] if folder is None else os.listdir(folder):
         if folder is not None and name != LOCK and (claim := _read(folder, name)) is not None:
             claims[claim.pid, claim.namespace].append(claim)
-    return list(map(Promise, claims.values()))
+    return list(claims.values())
 
 
 @contextmanager
@@ -225,8 +205,15 @@ def _pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def _not_taken(own: Sequence[Claim]) -> int:
-    """Bytes of one process not taken, by its own count where the kernel has none."""
+def most(own: Sequence[Claim]) -> int:
+    """Bytes of one process, if none of them has been taken."""
+    return sum(len(each.region) for each in own)
+
+
+def not_taken(own: Sequence[Claim]) -> int:
+    """Bytes of one process not taken, by its own count where the kernel has none. The kernel goes through all that the
+    process has mapped: 25 ms where that is much.
+    """
     if own[0].namespace != _pid_namespace():
         return sum(each.not_taken for each in own)
     private = [each.region for each in own if each.file < 0]

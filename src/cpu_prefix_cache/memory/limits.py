@@ -10,11 +10,10 @@ not taken yet counts as used (`claims.py`).
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_prefix_cache.memory.claims import Promise, promises
+from cpu_prefix_cache.memory.claims import Claim, most, not_taken, promises
 from cpu_prefix_cache.messages.errors import ConfigurationError
 
 # Left to others on the machine: where memory runs out the kernel kills processes.
@@ -43,9 +42,9 @@ def check_fits(num_bytes: int, *, taken_here: bool = True) -> None:
     others of this machine that take the pages.
     """
     given = promises()
-    if num_bytes <= _usable(given, attrgetter("most"), taken_here):
+    if num_bytes <= _usable(given, most, taken_here):
         return  # whatever of it has been taken
-    usable = _usable(given, attrgetter("num_bytes"), taken_here)
+    usable = _usable(given, not_taken, taken_here)
     if num_bytes > usable:
         raise ConfigurationError(
             f"{num_bytes / 1e9:.2f} GB of host memory were asked for, but this process may use {usable / 1e9:.2f} GB; "
@@ -57,7 +56,7 @@ def usable_bytes() -> int:
     """The bytes that the system has available and every control group still allows, less a reserve and what others have
     been promised.
     """
-    return _usable(promises(), attrgetter("num_bytes"))
+    return _usable(promises(), not_taken)
 
 
 def groups() -> list[str]:
@@ -65,9 +64,9 @@ def groups() -> list[str]:
     return [number for folder, _ in _groups() if (number := _number_of(folder)) is not None]
 
 
-def _usable(promised: Sequence[Promise], size: Callable[[Promise], int], taken_here: bool = True) -> int:
+def _usable(promised: Sequence[list[Claim]], size: Callable[[list[Claim]], int], taken_here: bool = True) -> int:
     """Pages count for the control groups of the process that takes them."""
-    given = [(size(each), each.groups) for each in promised]
+    given = [(size(each), each[0].groups) for each in promised]
     left = [_available_bytes() - sum(num_bytes for num_bytes, _ in given)]
     if taken_here:
         left += _allowed_bytes(given)

@@ -85,7 +85,7 @@ def ask(process, line):
 
 
 def promised():
-    return sum(each.num_bytes for each in claims.promises())
+    return sum(map(claims.not_taken, claims.promises()))
 
 
 def test_memory_that_others_have_claimed_is_not_given_again_until_they_have_taken_it(other, monkeypatch):
@@ -125,8 +125,8 @@ def test_it_is_looked_at_what_others_have_taken_only_where_that_decides(other, m
     monkeypatch.setattr(limits, "_available_bytes", lambda: limits.RESERVED_BYTES + 100 * MIB)
     monkeypatch.setattr(limits, "CGROUP", Path("/nowhere"))
     ask(other(), 40)  # of 64
-    look, looks = claims._not_taken, []
-    monkeypatch.setattr(claims, "_not_taken", lambda own: looks.append(own) or look(own))
+    look, looks = claims.not_taken, []
+    monkeypatch.setattr(limits, "not_taken", lambda own: looks.append(own) or look(own))
     mapping.private(36 * MIB).close()
     assert not looks
     mapping.private(76 * MIB).close()
