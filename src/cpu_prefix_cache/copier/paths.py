@@ -5,7 +5,7 @@ They work slice by slice, and compute what a slice moves just before it is submi
 slice before.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -49,15 +49,11 @@ def _slices(count: int, num_bytes: int, most: int, is_part: bool) -> Iterator[tu
 NO_FLAGS = torch.zeros(0, dtype=torch.int32)
 
 
-class Misfits(NamedTuple):
-    """Which pieces of a store did not fit, once it has passed: `flags`, int32 [pieces], and the first host block of
-    each piece."""
+Misfits = Callable[[], list[int]]  # once a store has passed: the first host block of each piece that did not fit
 
-    flags: torch.Tensor
-    host_blocks: Sequence[int]
 
-    def found(self) -> list[int]:
-        return [self.host_blocks[at] for at in self.flags.nonzero().flatten().tolist()]
+def _flagged(flags: torch.Tensor, host_blocks: Sequence[int]) -> list[int]:
+    return [host_blocks[at] for at in flags.nonzero().flatten().tolist()]
 
 
 def without_ring(group: BoundGroup, direct_bytes: int) -> BoundGroup | None:
@@ -202,12 +198,13 @@ class ThroughRing:
         self.slice_pieces = min(run.most for run in self._runs)
 
     def submit(self, direction: Direction, copy: GroupCopy, ring: Ring, after: Event, is_part: bool) -> Misfits | None:
-        unfit: Misfits | None = None
+        flags, unfit = NO_FLAGS, None
         if self._group.is_coded and direction is Direction.STORE:
             firsts = copy.host_blocks[:: self._group.piece.host_blocks]
-            unfit = Misfits(torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned), firsts)
+            flags = torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned)
+            unfit = partial(_flagged, flags, firsts)
         for run in self._runs:
-            run.submit(direction, copy, ring, after, NO_FLAGS if unfit is None else unfit.flags, is_part)
+            run.submit(direction, copy, ring, after, flags, is_part)
         return unfit
 
 

@@ -182,7 +182,7 @@ class StagedCopier(Copier):
         *kernels, _ = event.events
         are_gathered = all(isinstance(self._paths[copy.group], ThroughRing) for copy in copies)
         reads = AllOf(kernels) if are_gathered else event
-        return Stored(event, reads, lambda: [b for unfit in coded for b in unfit.found()])
+        return Stored(event, reads, lambda: [b for unfit in coded for b in unfit()])
 
     def _copy(self, direction: Direction, paths: Paths, after: Event, is_part: bool, coded: list[Misfits]) -> None:
         """Copies that need no slot come first: the link is busy with them while kernels wait for a multiprocessor."""

@@ -190,7 +190,7 @@ def test_flags_outlive_a_submission_that_fails(monkeypatch):
 
     def submit(*args, was=first.submit):
         unfit = was(*args)
-        flags.append(weakref.ref(unfit.flags))
+        flags.append(weakref.ref(unfit.args[0]))
         return unfit
 
     monkeypatch.setattr(first, "submit", submit)
