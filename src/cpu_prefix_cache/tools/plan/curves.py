@@ -7,8 +7,8 @@
 Above a size that never evicted a curve goes on level, and nothing more is replayed.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
@@ -79,29 +79,19 @@ def preferred_of(curves: Sequence[Curve]) -> Curve:
     return next(each for each, mean in zip(curves, means, strict=True) if mean >= max(means) - NEARLY)
 
 
-@dataclass(frozen=True, slots=True)
-class Origins:
+def origins_of(tally: Tally, trace: Trace) -> dict[str, int]:
     """Tokens of all prompts by where their KV came from."""
+    from_tier = min(tally.below_hit_blocks * trace.block_tokens, tally.loaded.tokens)
+    return {
+        "device": tally.hit.tokens - tally.loaded.tokens,
+        "host": tally.loaded.tokens - from_tier,
+        "tier": from_tier,
+        "computed": trace.tokens - tally.hit.tokens,
+    }
 
-    device: int
-    host: int
-    tier: int
-    computed: int
 
-    @classmethod
-    def of(cls, tally: Tally, trace: Trace) -> "Origins":
-        on_device = _without(tally.hit, tally.loaded)
-        from_tier = min(tally.below_hit_blocks * trace.block_tokens, tally.loaded.tokens)
-        return cls(
-            device=on_device.tokens,
-            host=tally.loaded.tokens - from_tier,
-            tier=from_tier,
-            computed=trace.tokens - tally.hit.tokens,
-        )
-
-    def shares(self) -> dict[str, float]:
-        tokens = asdict(self)
-        return {name: count / sum(tokens.values()) for name, count in tokens.items()}
+def shares_of(origins: Mapping[str, int]) -> dict[str, float]:
+    return {name: count / sum(origins.values()) for name, count in origins.items()}
 
 
 def computed_work(tally: Tally, trace: Trace) -> Work:

@@ -6,7 +6,7 @@ A policy has the same colour on every page: coded it is dashed, above a tier dot
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from cpu_prefix_cache.tools.plan.curves import CODED, TIER
+from cpu_prefix_cache.tools.plan.curves import CODED, TIER, shares_of
 from cpu_prefix_cache.tools.plan.drawing import Line, areas, curves, swatch
 from cpu_prefix_cache.tools.plan.plan import Plan, size_name
 from cpu_prefix_cache.tools.plan.sentences import sentences
@@ -63,7 +63,7 @@ def _curves(plan: Plan) -> str:
 
 def _areas(plan: Plan) -> str:
     found = plan.origins()
-    shares = [origin.shares() for origin in found.values()]
+    shares = [*map(shares_of, found.values())]
     layers = {name: [each[name] for each in shares] for name in ORIGINS}
     keys = [f'<span class="key">{swatch(colour, width=12)} {name}</span>' for name, colour in ORIGINS.items()]
     return f"<p>{' '.join(keys)}</p>{areas(layers, ORIGINS, list(found))}"

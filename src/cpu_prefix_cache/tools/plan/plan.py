@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpu_prefix_cache.tools.plan.curves import Curve, Origins, preferred_of
+from cpu_prefix_cache.tools.plan.curves import Curve, origins_of, preferred_of
 from cpu_prefix_cache.tools.plan.worth import Worth
 from cpu_prefix_cache.tools.replay.knee import flat_from
 from cpu_prefix_cache.tools.replay.units import show_bytes
@@ -66,11 +66,11 @@ class Plan:
         """The last curve that has all sizes: that of the preferred policy, coded or above a tier if those are there."""
         return [curve for curve in (self.preferred, *self.variants) if len(curve.outcomes) == len(self.sizes)][-1]
 
-    def origins(self) -> dict[str, Origins]:
+    def origins(self) -> dict[str, dict[str, int]]:
         """Where tokens came from without a host, and with each size of the deepest curve."""
         trace, outcomes = self.worth.trace, zip(self.sizes, self.deepest.outcomes, strict=True)
-        alone = {NO_HOST: Origins.of(self.worth.alone, trace)}
-        return alone | {size_name(size): Origins.of(outcome.tally, trace) for size, outcome in outcomes}
+        alone = {NO_HOST: origins_of(self.worth.alone, trace)}
+        return alone | {size_name(size): origins_of(outcome.tally, trace) for size, outcome in outcomes}
 
 
 def size_name(size: int) -> str:

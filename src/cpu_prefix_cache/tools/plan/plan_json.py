@@ -1,6 +1,5 @@
 """Output of `plan --json`, behind what all commands begin with (`replay/results_json.py`)."""
 
-from dataclasses import asdict
 from typing import Any
 
 from cpu_prefix_cache.tools.plan.curves import Curve
@@ -23,7 +22,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "prefill_share_saved_without_limit": plan.most,
         "gpus_without_host": plan.worth.gpus_alone,
         "results": [_curve(plan, curve) for curve in plan.curves],
-        "tokens_by_origin": {name: asdict(origins) for name, origins in plan.origins().items()},
+        "tokens_by_origin": plan.origins(),
     }
 
 

@@ -1,6 +1,6 @@
 """The plan in three sentences: what the knee saves, what lies around it, and what else changes it."""
 
-from cpu_prefix_cache.tools.plan.curves import Curve
+from cpu_prefix_cache.tools.plan.curves import Curve, shares_of
 from cpu_prefix_cache.tools.plan.plan import LEVEL, NO_HOST, Plan, size_name
 
 
@@ -40,7 +40,7 @@ def _around(plan: Plan) -> str:
 
 
 def _alone(plan: Plan) -> str:
-    shares = plan.origins()[NO_HOST].shares()
+    shares = shares_of(plan.origins()[NO_HOST])
     return (
         f"The device alone has {shares['device']:.1%} of the tokens of prompts, and the most that any host memory adds "
         f"is {plan.most:.1%} of prefill."

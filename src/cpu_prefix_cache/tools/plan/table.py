@@ -1,6 +1,6 @@
 """Text for the terminal: savings by size, and where tokens came from."""
 
-from cpu_prefix_cache.tools.plan.curves import Curve
+from cpu_prefix_cache.tools.plan.curves import Curve, shares_of
 from cpu_prefix_cache.tools.plan.plan import ENOUGH, NO_HOST, Plan, size_name
 from cpu_prefix_cache.tools.replay.report import aligned
 
@@ -36,7 +36,7 @@ def marks(plan: Plan) -> list[str]:
 
 def origins(plan: Plan) -> list[list[str]]:
     """Head and rows: shares of all tokens by where they came from."""
-    found = {name: origin.shares() for name, origin in plan.origins().items()}
+    found = {name: shares_of(origins) for name, origins in plan.origins().items()}
     head = ["host", *found[NO_HOST]]
     return [head, *([name, *(f"{share:.1%}" for share in shares.values())] for name, shares in found.items())]
 

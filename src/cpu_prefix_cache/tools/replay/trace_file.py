@@ -15,9 +15,9 @@ from cpu_prefix_cache.tools.replay.lines import (
     shown,
 )
 from cpu_prefix_cache.tools.replay.request_outcomes import is_failed
-from cpu_prefix_cache.tools.replay.sharing import Apart, apart_of
+from cpu_prefix_cache.tools.replay.sharing import Apart, ApartHasher, apart_of
 from cpu_prefix_cache.tools.replay.trace_guesses import LOG_BLOCK_TOKENS, block_tokens_of, fits
-from cpu_prefix_cache.tools.replay.trace_keys import CONTENT, ContentKeys, IdKeys, NotChainedError, TokenKeys
+from cpu_prefix_cache.tools.replay.trace_keys import CONTENT, ContentKeys, IdKeys, NotChainedError
 from cpu_prefix_cache.tools.replay.trace_rows import REQUESTS, RowReader, TraceRow
 
 TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
@@ -51,7 +51,8 @@ class TraceFile:
         self._log_tokens = block_tokens or LOG_BLOCK_TOKENS
         self._rows = RowReader()
         self._keys_of_ids: dict[tuple[str, Apart], IdKeys | ContentKeys] = {}
-        self._keys_of_tokens = TokenKeys(self._log_tokens)
+        self._hasher = ApartHasher(self._log_tokens)
+        self._known: dict[bytes, bytes] = {}  # keys of token ids, each one object
         self._prompts_of_ids: list[tuple[int, int]] = []
         self._turns: dict[str, list[bytes]] = {}
         self.aparts: set[Apart] = set()
@@ -135,7 +136,7 @@ class TraceFile:
     def _of_tokens(self, now: float, name: str, tokens: list[int], apart: Apart) -> TraceRequest:
         if not tokens:
             raise BadLine(f"{name} is empty: a prompt has at least one token")
-        keys = self._keys_of_tokens.keys(tokens, apart)
+        keys = [self._known.setdefault(key, key) for key in self._hasher.keys(tokens, apart)]
         self.sizes.add(self._log_tokens)
         return TraceRequest(now, keys, len(tokens))
 

@@ -2,7 +2,8 @@
 
     IdKeys       ids that are chained: equal id, equal prefix. The key of an id is its digest
     ContentKeys  ids of the content of a block alone. The key of an id is its digest with the key before it
-    TokenKeys    token ids, hashed as an engine does
+
+Token ids are hashed as an engine does (`sharing.ApartHasher`).
 
 Equal keys are one object, which saves memory. Prompts that may not share have different keys, by `apart`.
 """
@@ -10,8 +11,6 @@ Equal keys are one object, which saves memory. Prompts that may not share have d
 from collections.abc import Sequence
 
 import xxhash
-
-from cpu_prefix_cache.tools.replay.sharing import Apart, ApartHasher
 
 CHAINED, CONTENT = "chained", "content"
 Id = int | str
@@ -60,18 +59,6 @@ class ContentKeys:
             above = self._known.setdefault(key, key)
             keys.append(above)
         return keys
-
-
-class TokenKeys:
-    """The keys of token ids, in blocks of this many. All files share them."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self._hasher = ApartHasher(block_tokens)
-        self._known: dict[bytes, bytes] = {}
-
-    def keys(self, tokens: list[int], apart: Apart) -> list[bytes]:
-        """Raises BadLine for what is no token."""
-        return [self._known.setdefault(key, key) for key in self._hasher.keys(tokens, apart)]
 
 
 def _place(above: Id | None) -> str:
