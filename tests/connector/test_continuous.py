@@ -17,10 +17,10 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 from connector.transformers.continuous import Blocks, ContinuousPrefixCache
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
-from cpu_prefix_cache.deciding import Direction
-from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, MeddlingCopier
+from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier
 from random_models import VOCABULARY, build_family
 from tests.support.host_options import with_options
+from tests.support.troubled_copiers import FailingLoads
 
 PAGE = 16
 TOLERANCE = 1e-3  # of a log-probability. Measured 1e-4, and 1 in the controls
@@ -253,19 +253,10 @@ def test_several_answers_to_a_prompt():
 def test_after_a_failed_load_the_prompt_is_computed():
     prompts = documents(5)
     references = alone(model(), prompts)
-    with serving(model(), wrap_copier=Unloading) as server:
+    with serving(model(), wrap_copier=FailingLoads) as server:
         for _ in range(2):
             assert not any(map(differ, server.ask_each(prompts), references))
         assert server.cache.host.statistics().cache.loads_failed
-
-
-class Unloading(MeddlingCopier):
-    """Stores, and fails in each load."""
-
-    def copy(self, direction, copies):
-        if direction is Direction.LOAD:
-            raise RuntimeError("this load fails before it begins")
-        return super().copy(direction, copies)
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["", "control: not looked at"])

@@ -20,6 +20,7 @@ from random_models import FAMILIES
 from tests.connector.running import document, last_boundary
 from tests.connector.serving import Pair, model, on_host, planner_of
 from tests.support.sizes import sizes_of_containers
+from tests.support.troubled_copiers import FailingLoads
 
 WITH_CHECKPOINTS = ("gemma3", "qwen3_5", "falcon_h1", "llama4", "jamba")
 
@@ -29,7 +30,7 @@ modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
 class InterruptedCopier(MeddlingCopier):
     """Raises at the next copy in `direction`: before a byte has moved, or after all have."""
 
-    def __init__(self, copier) -> None:
+    def __init__(self, copier, tensors) -> None:
         super().__init__(copier)
         self.direction = None
         self.late = False
@@ -53,7 +54,7 @@ def wrapped(family, mode, kind):
     copiers = []
 
     def wrap(copier, tensors):
-        copiers.append(kind(copier))
+        copiers.append(kind(copier, tensors))
         return copiers[0]
 
     return Pair(family, mode, wrap_copier=wrap), copiers[0]
@@ -110,26 +111,10 @@ def test_nothing_is_copied_beside_what_two_interrupts_have_left_under_way():
     assert not host.is_copying
 
 
-class TearingCopier(MeddlingCopier):
-    """Damages the blocks that every load fills, and then reports that it has failed."""
-
-    def __init__(self, copier, tensors) -> None:
-        groups = range(len(tensors))
-        super().__init__(copier)
-        self.damages = [CorruptingCopier(copier, tensors, at, loads=None, blocks=slice(None)) for at in groups]
-
-    def copy(self, direction, copies):
-        if direction is Direction.STORE:
-            return self.copier.copy(direction, copies)
-        for damage in self.damages:
-            damage.copy(direction, copies)
-        raise OSError("the link is gone")
-
-
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_a_failed_load_leaves_the_checkpoints_of_others_as_they_are(family):
     """The device has the checkpoint at 96 tokens, and of the one at 80 only what both share. The host has that one."""
-    pair = Pair(family, "eager", wrap_copier=TearingCopier)
+    pair = Pair(family, "eager", wrap_copier=FailingLoads)
     whole = document(1, 100)
     pair.ask_right(whole[:81], 1)
     pair.ask_right(whole, 1)
@@ -152,20 +137,6 @@ def test_a_checkpoint_that_only_the_host_has_is_loaded_beside_chunks_of_the_devi
     again = pair.ask_right(whole)
     assert again.hit_tokens == 80 > again.device_hit_tokens
     assert pair.is_at_rest()
-
-
-class FailingLoads(MeddlingCopier):
-    """Its loads raise."""
-
-    def __init__(self, copier) -> None:
-        super().__init__(copier)
-        self.failed = 0
-
-    def copy(self, direction, copies):
-        if direction is Direction.LOAD:
-            self.failed += 1
-            raise RuntimeError("the link is down")
-        return self.copier.copy(direction, copies)
 
 
 def test_loads_that_fail_are_computed_and_not_tried_again():  # S7.24

@@ -34,6 +34,7 @@ from tests.support.host_options import with_options
 from tests.support.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.support.sinks import SinkGroup
 from tests.support.small_engine import SmallEngine
+from tests.support.troubled_copiers import FailingLoads
 
 
 class Engine(HostEngine):
@@ -72,18 +73,6 @@ class LateCopier(MeddlingCopier):
             return super().submit(direction, copies, after)
         self.loads.append(Late(lambda: self.copy(direction, copies)))
         return self.loads[-1]
-
-
-class FailingCopier(MeddlingCopier):
-    """Its loads raise."""
-
-    def __init__(self, copier, tensors):
-        super().__init__(copier)
-
-    def copy(self, direction, copies):
-        if direction is Direction.LOAD:
-            raise OSError("the link is gone")
-        return super().copy(direction, copies)
 
 
 def keeping(kind, copiers):
@@ -277,7 +266,7 @@ def test_the_end_of_an_abandoned_load_is_not_taken_for_that_of_the_next():
 
 
 def test_after_a_load_that_failed_a_request_computes_from_n0():
-    engine = Engine(wrap_copier=FailingCopier)
+    engine = Engine(wrap_copier=FailingLoads)
     engine.serves("abcd")
     engine.forgets()
     assert engine.starts("r", "abcd", n0=6, table=allocating) == Hit(16, 4)

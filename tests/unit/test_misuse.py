@@ -13,7 +13,8 @@ import torch
 from cpu_prefix_cache import ChainHasher, Hit, Miss, MisuseError
 from tests.support.host_engine import GRID, allocating, keys_of
 from tests.support.small_engine import SmallEngine
-from tests.unit.test_host_cache import Engine, FailingCopier, HybridEngine, with_late_loads
+from tests.support.troubled_copiers import FailingLoads
+from tests.unit.test_host_cache import Engine, HybridEngine, with_late_loads
 
 STRICT = pytest.mark.parametrize("strict", [True, False])
 
@@ -115,7 +116,7 @@ def test_a_load_into_its_own_blocks_in_another_order(order, ends, strict):
 
 def test_blocks_of_a_load_that_failed_may_be_used_in_another_order():
     """The request computes what was not loaded, and an engine may have freed its blocks in between."""
-    engine = served("abcd", wrap_copier=FailingCopier)
+    engine = served("abcd", wrap_copier=FailingLoads)
     assert engine.starts("r", "abcd") == Hit(16, 0)
     assert engine.steps() == [("r", 0)]
     engine.tables["r"].reverse()

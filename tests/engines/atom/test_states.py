@@ -21,13 +21,13 @@ from connector.atom.states import States
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
 from cpu_prefix_cache.model.hashing import checkpoint_key
-from cpu_prefix_cache.testing import CorruptingCopier, LateCopier, MeddlingCopier
+from cpu_prefix_cache.testing import CorruptingCopier, LateCopier
 from tests.engines.atom import mends
 from tests.engines.atom.engine import transfer_config
 from tests.engines.atom.simulation import CONTROL, simulate
 from tests.engines.atom.state_engine import LAYOUT, StateEngine, spec_of, state_config
 from tests.engines.atom.state_simulation import STATE_VARIANTS, StateSimulation
-from tests.support.troubled_copiers import COPIERS
+from tests.support.troubled_copiers import COPIERS, FailingLoads
 
 REQUESTS, SEEDS = int(os.environ.get("ATOM_REQUESTS", "100")), int(os.environ.get("ATOM_SEEDS", "1"))
 PROMPT = list(range(100, 140))  # ten blocks; ATOM keeps a state after 32 tokens
@@ -194,23 +194,6 @@ def test_a_state_waits_until_atom_has_taken_in_its_prefix():
 
 
 # Failures
-
-
-class FailingLoads(MeddlingCopier):
-    """Loads damage their blocks, and fail."""
-
-    def __init__(self, copier, tensors):
-        super().__init__(copier)
-        self.tensors = tensors
-
-    def copy(self, direction, copies):
-        event = super().copy(direction, copies)
-        if direction is Direction.STORE:
-            return event
-        for copy in copies:
-            for part in self.tensors[copy.group]:
-                part[list(copy.device_blocks)] = 0x55
-        raise RuntimeError("this load fails when its bytes are damaged")
 
 
 def test_a_load_that_fails_is_computed_and_stored_anew(copies):

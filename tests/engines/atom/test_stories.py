@@ -1,6 +1,7 @@
 """Stories of single requests in ATOM's real scheduler: what comes from the host, when, and what is left behind."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import LateCopier, MeddlingCopier
 from tests.engines.atom import mends
 from tests.engines.atom.engine import EOS, POISON, Engine, config_of, transfer_config
-from tests.support.troubled_copiers import COPIERS
+from tests.support.troubled_copiers import COPIERS, FailingLoads
 
 PROMPT = list(range(100, 140))  # ten blocks
 DEVICE = 16  # blocks
@@ -125,30 +126,13 @@ def test_a_loaded_prefix_is_on_the_device_for_others():
     check_at_rest(engine)
 
 
-class FailingLoads(MeddlingCopier):
-    """The first loads damage their blocks, and fail."""
-
-    def __init__(self, copier, tensors, times=1):
-        super().__init__(copier)
-        self.tensors, self.left = tensors, times
-
-    def copy(self, direction, copies):
-        event = super().copy(direction, copies)
-        if direction is Direction.STORE or not self.left:
-            return event
-        self.left -= 1
-        for part in self.tensors[0]:
-            part[list(copies[0].device_blocks)] = 0x55
-        raise RuntimeError("this load fails when its bytes are damaged")
-
-
 def test_a_failed_load_is_computed_into_the_same_blocks_and_stored_again(copies):
     """S5.14: what has failed is withdrawn and stored anew. S5.20: nothing of it is found before.
     test_dense_worker_load_failure_reports_exact_operation, test_dense_exact_load_failure_rolls_back_save_frontier,
     test_load_failure_allows_recomputed_hit_range_to_be_saved, test_worker_load_partial_retrieve_marks_failed,
     test_load_exception_is_reported_as_failed_recving, test_consume_failed_remote_kv_does_not_repeat_terminal_callback.
     """
-    copies(FailingLoads)
+    copies(partial(FailingLoads, times=1))
     engine = engine_of()
     first = serve(engine, PROMPT, 3)
     evict(engine)
@@ -168,7 +152,7 @@ def test_one_failed_rank_fails_the_load(copies):
     made = []
 
     def wrap(copier, tensors):
-        made.append(FailingLoads(copier, tensors) if not made else LateCopier(copier))
+        made.append(FailingLoads(copier, tensors, times=1) if not made else LateCopier(copier))
         return made[-1]
 
     copies(wrap)
