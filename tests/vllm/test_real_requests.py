@@ -1,6 +1,6 @@
 """Single requests: preempted, aborted, waiting for each other, with parameters of their own.
 
-All answers are those of an engine without a connector. The control at the end damages what is loaded.
+All answers are those of an engine without a connector. The control of these prompts is in test_real_hits.py.
 """
 
 import threading
@@ -388,16 +388,6 @@ def test_a_load_is_announced_to_vllm_before_its_end_and_the_rank_waits_where_it_
 
 
 # The control
-
-
-@pytest.mark.parametrize("group", ["window-0", "window-1", "prefix-2"])
-def test_one_damaged_block_of_a_load_shows(group):
-    with CachedEngine(folder_of("gemma3"), offload="eager", copies=Copies(damaged=group)) as engine:
-        engine.answer(PROMPTS)
-        engine.forget()
-        damaged = engine.answer(PROMPTS)
-    assert [answer.loaded_tokens for answer in damaged] == [BLOCKS * BLOCK] * 8
-    assert sum(difference > TOLERANCE for difference in differences(damaged, expected_of("gemma3"))) >= 7
 
 
 @pytest.mark.xfail(strict=True, reason="vLLM takes blocks that a window has passed for blocks that a request holds")
