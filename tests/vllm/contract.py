@@ -11,10 +11,19 @@ from pathlib import Path
 from types import ModuleType
 
 # Pairs: a module and a public name of it; a class and a field of it, or a method, as "name(self, parameter)" or, if it
-# has to be overridden, "abstract name(self, parameter)". A configuration is read and not called: public names alone.
+# has to be overridden, "abstract name(self, parameter)". Of what is read alone: public names.
 Contract = frozenset[tuple[str, str]]
 ABSTRACT = "abstract "
-CONFIGURATIONS = "vllm/config/"
+READ = (
+    "vllm/config/",
+    "vllm/distributed/kv_events.py",
+    "vllm/distributed/parallel_state.py",
+    "vllm/v1/core/sched/output.py",
+    "vllm/v1/kv_cache_interface.py",
+    "vllm/v1/kv_offload/config.py",
+    "vllm/v1/outputs.py",
+    "vllm/v1/request.py",
+)
 
 USED = {
     "vllm/envs.py": [],
@@ -76,7 +85,7 @@ def contract(texts: dict[str, str]) -> Contract:
     for name, source in texts.items():
         tree = ast.parse(source)
         classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        of_class = public if name.startswith(CONFIGURATIONS) else described
+        of_class = public if name.startswith(READ) else described
         found |= {(owner, member) for owner in USED[name] for member in of_class(classes[owner])}
         found |= {(module_of(name), each) for each in defined(tree, reexports=name.endswith("__init__.py"))}
     return Contract(found)
