@@ -75,16 +75,6 @@ def test_a_reset_logs_every_removal_and_later_chunks_are_logged_again(engine):
     assert engine.cache.take_events() == [removed("a", "ab"), stored("a")]
 
 
-def test_chunks_withdrawn_by_a_failed_load_are_logged_as_removed(engine):
-    engine.serves("ab")
-    engine.device_forgets()
-    engine.cache.take_events()
-    load = engine.starts("r", "ab")
-    engine.steps()
-    engine.reports(failed=[load])
-    assert engine.cache.take_events() == [removed("ab", "a")]
-
-
 class Hybrid:
     """A pool for chunks of attention and the states after some of them."""
 

@@ -34,14 +34,6 @@ def on_host_only(prompt, **options):
 # lookup
 
 
-@pytest.mark.parametrize(("tokens", "boundary"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (99, 12)])
-def test_a_hit_leaves_a_token_to_compute(tokens, boundary):
-    """S7.27, O8.11, L5.6"""
-    engine = on_host_only("abc")
-    answer = engine.cache.lookup(Request("r", chain("abc"), tokens), 0, 0.0)
-    assert answer == (Hit(boundary) if boundary else Miss())
-
-
 def test_chunks_on_the_device_are_not_looked_up():
     """O8.26, S7.28"""
     engine = on_host_only("abc")
