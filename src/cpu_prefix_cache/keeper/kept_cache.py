@@ -104,7 +104,7 @@ class KeptCache:
         self._ledger = TransferLedger(ranks)
         self._questions, self._takes = Questions(messenger), Takes(messenger, device, planner.host_blocks_per_chunk)
         self._pool_counts = Counts(messenger)
-        self._reading: dict[int, Question] = {}  # by the load that uses its lease
+        self._loading: dict[int, Question] = {}  # by the load that uses its lease
         self._writing: dict[int, Take] = {}  # by its store
         self._running: dict[Hashable, _Running] = {}
         self._prefilling: dict[Hashable, _Running] = {}  # those whose prompts are not stored yet
@@ -240,7 +240,7 @@ class KeptCache:
             deadline=now + LOAD_SECONDS,
         )
         if may_use:
-            self._reading[plan.id] = question
+            self._loading[plan.id] = question
         else:
             self._questions.give_up(question)
         self._ledger.add(running.load)
@@ -474,7 +474,7 @@ class KeptCache:
         FAILURES_IN_A_ROW of them end its use of the pool.
         """
         self._device.release(load.hold)
-        if (question := self._reading.pop(load.id, None)) is not None:
+        if (question := self._loading.pop(load.id, None)) is not None:
             self._messenger.end_use()
             self._questions.give_up(question)
         running = self._running.get(load.owner)
