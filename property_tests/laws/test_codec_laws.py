@@ -80,7 +80,6 @@ def test_kernels_write_and_read_what_the_reference_does(given_bits, programs):
 
 
 def test_a_damaged_byte_of_any_field_shows():
-    """The control."""
     given_bits = torch.randn(1, 512, generator=RNG.manual_seed(0)).bfloat16().view(torch.uint8)
     given_bits[0, 2:4] = torch.tensor([0x80, 0x7F], dtype=torch.uint8)  # an infinity, which is an escape or the base
     coded, _ = coded_form.encode(given_bits)

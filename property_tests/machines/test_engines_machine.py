@@ -194,7 +194,6 @@ class Damaged(Machine):
 
 
 def test_a_copier_that_damages_bytes_is_seen():
-    """The control."""
     told = settings(derandomize=True, phases=[Phase.generate])
     with pytest.raises((AssertionError, ExceptionGroup)):
         run_state_machine_as_test(Damaged, settings=told)

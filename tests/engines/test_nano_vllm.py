@@ -119,6 +119,5 @@ def test_the_glue_has_45_lines_and_the_patch_changes_41():
 
 
 def test_a_copier_that_damages_bytes_is_seen(alone, cached):
-    """The control."""
     answers, _ = cached["corrupted"]
     assert len(differing(answers, alone[16, 1])) > 3

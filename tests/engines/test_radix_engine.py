@@ -140,7 +140,6 @@ def test_each_story_has_the_events_that_it_is_for():
 
 
 def test_a_copier_that_damages_bytes_is_seen():
-    """The control."""
     _, answers, _, _ = served("corrupted")
     assert len(differing(answers, alone(1, 1))) > 3
 

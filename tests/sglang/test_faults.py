@@ -219,7 +219,6 @@ def test_every_answer_is_of_the_right_bytes(monkeypatch, kind, fault, host_bytes
 
 @every_kind
 def test_a_damaged_load_among_all_of_these_is_seen(monkeypatch, kind):
-    """The control."""
     with_copier(monkeypatch, lambda copier, tensors: CorruptingCopier(copier, tensors, loads=None))
     with server_args(host_bytes="1MiB") as args:
         engine = Engine(args, kind)

@@ -134,7 +134,6 @@ def test_each_story_has_the_events_that_it_is_for():
 
 
 def test_a_copier_that_damages_bytes_is_seen():
-    """The control."""
     assert len(list(differing(served("corrupted")[1]))) > 3
 
 

@@ -153,7 +153,6 @@ def test_a_slot_whose_bytes_have_changed_is_refused_and_computed_again(tmp_path)
 
 
 def test_a_copier_that_damages_what_it_loads_is_seen(tmp_path):
-    """The control."""
     engine = engine_with(tier(tmp_path), wrap_copier=COPIERS["corrupts"])
     wrong, _ = serve(engine)
     engine.host.close()

@@ -95,7 +95,6 @@ def test_a_prompt_with_states_is_found_wherever_it_ends(tmp_path, divided, lengt
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_byte_that_one_rank_has_lost_is_noticed(tmp_path, model):
-    """The control."""
     with engine_of(tmp_path, MODELS[model], 2, 2) as engine:
         engine.run(tokens(50))
         forget_the_device(engine)

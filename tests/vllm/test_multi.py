@@ -91,7 +91,6 @@ def test_beside_vllms_example_whoever_has_something_loads(tmp_path):
 
 
 def test_a_damaged_file_of_the_example_shows(tmp_path):
-    """The control."""
     with ChoosingEngine(folder_of("llama"), example(tmp_path), ours(), **WHOLE) as engine:
         engine.answer(PROMPTS)
         engine.forget()

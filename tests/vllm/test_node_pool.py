@@ -195,7 +195,6 @@ def test_the_next_engine_loads_what_one_has_computed(begin, patience, model):
     ("model", "group"), [(model, group) for model in ("llama", "gemma3") for group in GROUPS[model]]
 )
 def test_one_damaged_block_shows(begin, patience, model, group):
-    """The control."""
     expected, keeper = expected_of(model), begin(NodeKeeper, POOL_BYTES)
     with engine_on(keeper, Copies(damaged=group), model=model) as engine:
         engine.answer(PROMPTS[:2])

@@ -86,7 +86,6 @@ def test_the_next_engine_loads_what_one_has_computed(node, size):
 
 @pytest.mark.parametrize("size", ["two ranks", "three stages"])
 def test_a_lane_that_has_lost_its_bytes_is_noticed(node, size):
-    """The control."""
     one, other = node(size), node(size)
     one.run(PROMPT)
     for row in node.region.values():

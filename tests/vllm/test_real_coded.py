@@ -40,7 +40,6 @@ def test_the_start_line_names_coded_groups(caplog):
 
 @pytest.mark.parametrize("group", GROUPS["gemma3"])
 def test_one_damaged_coded_block_shows(group):
-    """The control."""
     raw, _ = loaded("gemma3", offload="eager")
     damaged, _ = loaded("gemma3", offload="eager", codec="exponent", copies=Copies(damaged=group))
     assert sum(difference > TOLERANCE for difference in differences(damaged, raw)) >= 3

@@ -47,7 +47,6 @@ def test_the_host_brings_back_what_the_device_would_find(model, way):
 
 @pytest.mark.parametrize(("model", "group"), [(model, group) for model in GROUPS for group in GROUPS[model]])
 def test_one_damaged_block_of_a_load_shows(model, group):
-    """The control."""
     with CachedEngine(folder_of(model), offload="eager", copies=Copies(damaged=group), engine=drafting()) as engine:
         engine.answer(PROMPTS)
         engine.forget()

@@ -33,7 +33,6 @@ def test_fp8_kv_comes_back_as_it_was(offload):
 
 
 def test_one_damaged_block_of_fp8_kv_shows():
-    """The control."""
     right = expected()
     with CachedEngine(folder_of(MODEL), offload="eager", engine=FP8, copies=Copies(damaged=GROUPS[MODEL][0])) as engine:
         answers_one_by_one(engine)

@@ -105,7 +105,6 @@ def test_the_double_has_what_the_real_file_has(path):
     ],
 )
 def test_a_difference_is_seen(path, old, new, name):
-    """The control."""
     ours = (DOUBLE / path).read_text()
     assert old in ours
     assert name in differences(path, ours.replace(old, new), real(path))

@@ -73,7 +73,6 @@ def test_our_copier_passes_their_tests_of_the_codec(name, copier):  # test_lmcac
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_a_damaged_byte_fails_them(name):
-    """The control."""
     test = vars(their(THEIRS, name, torch=torch, DenseKVByteCodec=codec_of("reference", damage=True), **NO_FAKES))[name]
     with pytest.raises(AssertionError):
         test()

@@ -149,7 +149,6 @@ def test_the_page_has_the_numbers():
 
 
 def test_a_test_without_a_reason_is_seen(monkeypatch):
-    """The control."""
     monkeypatch.delitem(WITHOUT_COUNTERPART, next(iter(WITHOUT_COUNTERPART)))
     with pytest.raises(AssertionError):
         test_each_of_atoms_tests_has_a_counterpart_or_one_reason("tests/test_lmcache_offload_connector.py", 138)

@@ -93,7 +93,6 @@ def test_every_byte_of_a_block_comes_back_and_none_beside_it_moves(layout, name)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_damaged_block_is_seen(layout, name):
-    """The control."""
     for group, here in enumerate((1, 0)[: len(bound(LAYOUTS[layout]()).tensors)]):
         bench = Bench(LAYOUTS[layout](), name, control=group)
         expected = round_trip(bench)
