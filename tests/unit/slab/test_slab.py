@@ -9,7 +9,6 @@ import pytest
 
 from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.slab import generations, record_file
-from cpu_prefix_cache.slab import slab as slab_module
 from tests.unit.slab.small_slab import BLOCK, SLOTS, Letters, page
 
 
@@ -20,80 +19,13 @@ def letters(tmp_path):
     made.slab.close()
 
 
-def test_written_slots_are_served(letters):
-    letters.put("abcd", slot=2)
-    assert letters.get("abcd", slot=2) == "abcd"
-    assert letters.kept == "..abcd" + "." * (SLOTS - 6)
-
-
-def test_it_is_served_after_a_restart(letters, tmp_path):
-    letters.put("abc")
-    letters.reopen(tmp_path)
-    assert letters.get("abc") == "abc"
-
-
-def test_a_slot_holds_what_was_written_last(letters):
-    letters.put("a")
-    letters.put("b")
-    assert letters.get("b") == "b"
-
-
-def test_slots_in_any_order_go_where_they_belong(letters):
-    slots, names = [9, 3, 4, 5, 0, 15], "abcdef"
-    letters.slab.write(slots, [page(name.encode() * BLOCK) for name in names], [letters.label(n) for n in names])
-    assert letters.kept == "e..bcd...a.....f"
-    views = [page() for _ in names]
-    assert letters.slab.read(slots, views, [letters.label(name) for name in names]) == []
-    assert [bytes(view) for view in views] == [name.encode() * BLOCK for name in names]
-
-
-def test_a_run_longer_than_one_call_takes_several(letters, tmp_path, monkeypatch):
-    monkeypatch.setattr(slab_module, "CALL_BYTES", 3 * BLOCK)
-    letters.reopen(tmp_path)
-    letters.put("abcdefgh", slot=1)
-    assert letters.get("abcdefgh", slot=1) == "abcdefgh"
-
-
-def test_an_empty_slot_is_refused(letters):
-    assert letters.get("a") == "."
-
-
 # Damage
-
-
-def test_a_truncated_file_is_refused(letters):  # S8.1
-    letters.put("abcd")
-    os.truncate(letters.file("blocks"), 2 * BLOCK + BLOCK // 2)
-    assert letters.get("abcd") == "ab.."
-    assert letters.kept[:4] == "ab.."
 
 
 def test_old_bytes_of_the_buffer_are_not_taken_for_those_of_a_short_read(letters):  # S8.1
     letters.put("a")
     os.truncate(letters.file("blocks"), BLOCK // 2)
     assert letters.slab.read([0], [page(b"a" * BLOCK)], [letters.label("a")]) == [0]
-
-
-def test_a_file_truncated_while_nothing_ran_is_refused(letters, tmp_path):  # S8.1
-    letters.put("abcd")
-    letters.slab.close()
-    os.truncate(letters.file("blocks"), BLOCK + 1)
-    letters.slab = Letters(tmp_path).slab
-    assert letters.get("abcd") == "a..."
-
-
-@pytest.mark.parametrize("at", [0, 1, BLOCK // 2, BLOCK - 1])
-def test_a_flipped_bit_is_refused(letters, at):  # S8.2
-    letters.put("abc")
-    letters.damage(1, at)
-    assert letters.get("abc") == "a.c"
-
-
-def test_a_damaged_record_is_refused(letters, tmp_path):  # S8.2
-    letters.put("abc")
-    letters.damage(1, 30, "records", 128)
-    letters.reopen(tmp_path)
-    assert letters.get("abc") == "a.c"
 
 
 def test_damage_to_the_records_file_is_seen_by_the_next_process(letters, tmp_path):
@@ -150,26 +82,6 @@ def test_a_refused_slot_is_not_found_by_a_restart(letters, tmp_path):  # S8.6
     assert letters.get("abc") == "a.c"
 
 
-def test_bytes_of_another_key_are_refused(letters):  # S8.4
-    letters.put("ab")
-    with open(letters.file("blocks"), "r+b") as file:
-        first, second = file.read(BLOCK), file.read(BLOCK)
-        file.seek(0)
-        file.write(second + first)
-    assert letters.get("ab") == ".."
-
-
-def test_the_record_of_another_slot_is_refused(letters, tmp_path):  # S8.4
-    letters.put("ab")
-    with open(letters.file("records"), "r+b") as file:
-        first, second = file.read(128), file.read(128)
-        file.seek(0)
-        file.write(second + first)
-    letters.reopen(tmp_path)
-    assert letters.get("ab") == ".."
-    assert letters.get("ba") == ".."
-
-
 @pytest.mark.parametrize(
     "fields", [{"key": b"x" * 32}, {"group": 1}, {"place": 1}, {"block": 0}, {"block": 1}, {"key": b"a" * 31}]
 )
@@ -184,15 +96,6 @@ def test_a_piece_that_checkpoints_share_has_any_of_their_parents(letters):
 
 
 # Generations
-
-
-def test_a_slot_rewritten_between_plan_and_read_is_refused(letters):  # S8.24
-    letters.put("a")
-    planned = letters.label("a")
-    later = planned._replace(generation=planned.generation + 1)
-    letters.slab.write([0], [page(b"b" * BLOCK)], [later])
-    assert letters.slab.read([0], [page()], [planned]) == [0]
-    assert letters.slab.read([0], [page()], [later]) == []  # which costs the later one nothing
 
 
 def test_an_older_copy_of_the_files_is_refused(letters, tmp_path):
@@ -221,30 +124,6 @@ def test_another_ranks_files_are_refused(tmp_path):  # S8.22
     one.reopen(tmp_path, rank=0, ranks=2)
     assert one.kept == "." * SLOTS
     assert one.get("ab") == ".."
-
-
-def test_nothing_below_the_floor_is_served(letters, tmp_path):
-    letters.put("ab")
-    letters.slab.advance(letters.label("b").generation)
-    assert letters.get("ab") == ".b"
-    letters.slab.keep()
-    letters.reopen(tmp_path)
-    assert letters.slab.floor == letters.slab.next_generation
-    assert letters.get("ab") == ".."
-
-
-def test_the_floor_only_rises(letters):
-    letters.put("a")
-    letters.slab.advance(letters.first + 1)
-    letters.slab.advance(letters.first)
-    assert letters.slab.floor == letters.first + 1
-
-
-def test_slots_below_a_floor_are_refused_before_the_floor_is_on_disk(letters, monkeypatch):
-    letters.put("ab")
-    broken(monkeypatch, "fsync", OSError(errno.EIO, "advance needs a disk"))
-    letters.slab.advance(letters.label("b").generation)
-    assert letters.get("ab") == ".b" and letters.kept[:2] == ".b"
 
 
 def test_nothing_is_written_before_the_floor_is_kept(letters, tmp_path):
@@ -293,12 +172,6 @@ def test_a_reset_on_a_disk_that_is_read_only_serves_nothing_until_it_is_repaired
     assert letters.kept[:2] == "c." and "is on disk now" in caplog.text
     letters.reopen(tmp_path)
     assert letters.kept == "." * SLOTS
-
-
-def test_a_slab_is_closed_on_a_disk_that_is_read_only(letters, monkeypatch):
-    read_only(monkeypatch)
-    letters.slab.advance(1 << 40)
-    letters.slab.close()
 
 
 def test_a_reset_on_a_full_disk_leaves_a_folder_that_begins_anew(letters, tmp_path, monkeypatch, caplog):
