@@ -31,18 +31,21 @@ def _python_files(root: Path, folders: tuple[str, ...], left_out: frozenset[str]
                 yield file
 
 
+FAR = "test_far_blocks_laws.py"  # needs more addresses than a trial may have, and fails with and without a fault
+
 SUBJECTS = {
     "deciding": Subject(
         code=("src/cpu_prefix_cache",),
         tests=("tests/unit", "property_tests"),
         code_left_out=frozenset({"copier", "memory", "tools"}),
         tests_left_out=frozenset(
-            {"bench", "copier", "examples", "memory", "mutants", "packaging", "replay", "test_links.py"}
+            {"bench", "copier", "examples", "memory", "mutants", "packaging", "replay", "test_links.py", FAR}
         ),
     ),
     "copies": Subject(
         code=("src/cpu_prefix_cache/copier", "src/cpu_prefix_cache/memory"),
         tests=("tests/unit/copier", "tests/unit/memory", "property_tests/laws"),
+        tests_left_out=frozenset({FAR}),
     ),
     "connectors": Subject(
         code=("src/connector",),
