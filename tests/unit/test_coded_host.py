@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from cpu_prefix_cache import ConfigurationError, FileTier, Prefix, keys_and_values
-from tests.support.host_engine import GRID, HostEngine, keys_of
+from cpu_prefix_cache.tiers.promotions import Promotions
+from tests.support.host_engine import GRID, PATIENCE, HostEngine, keys_of
 
 PROMPT = "abcd"
 
@@ -47,7 +48,9 @@ def test_a_chunk_that_does_not_fit_is_computed_again(content):
 
 
 @pytest.mark.parametrize(("first", "then", "found"), [("exponent", "exponent", 4), ("exponent", "none", 0)])
-def test_a_coded_and_a_raw_cache_never_meet_in_a_file(tmp_path, content, first, then, found):
+def test_a_coded_and_a_raw_cache_never_meet_in_a_file(tmp_path, content, monkeypatch, first, then, found):
+    """However long the machine takes to read."""
+    monkeypatch.setattr(Promotions, "deadline", lambda promotions, now, num_bytes: now + PATIENCE)
     for codec, loaded in ((first, 0), (then, found)):
         below = FileTier(str(tmp_path), 1 << 20, model="tiny", revision="1")
         engine = Engine(content, codec, host_bytes=64 << 10, below=below)
