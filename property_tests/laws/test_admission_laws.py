@@ -1,6 +1,6 @@
 """Admission against a list that is searched from end to end."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache.deciding import BlockPool, CacheOptions
@@ -28,6 +28,7 @@ class Memory:
 
 
 @given(requests, prompts, st.integers(1, 3), st.integers(0, 6), st.integers(1, 12))
+@example(["abc", "xyz"], "abc", 1, 0, 4)  # of the older prompt the end is forgotten
 def test_admission_is_a_bounded_memory_of_long_enough_prompts(told, asked, store_after, min_tokens, remembered):
     options = CacheOptions(store_after=store_after, min_store_tokens=min_tokens)
     admission, memory = Admission(options, remembered), Memory(remembered)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import ConfigurationError
@@ -121,6 +121,7 @@ def host_blocks(planner: HybridChunkPlanner, group: Group, own_blocks: int) -> i
 
 
 @given(groups(), st.integers(0, 40))
+@example(StateGroup(name="", block_tokens=1, block_bytes=1), 1)  # the first page
 def test_needed_blocks_are_those_that_the_tokens_to_come_read(group: Group, blocks: int) -> None:
     boundary = blocks * group.block_tokens
     needed = blocks_to_resume(group, boundary)
