@@ -6,7 +6,7 @@ from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.deciding import ChunkLocalGroup, Group, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.model import planner as planners
 from cpu_prefix_cache.model.planner import FAR_CHUNKS
-from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, group_waste
+from cpu_prefix_cache.model.report import advice, conversation_bytes, describe, everything_bytes, group_waste
 
 
 def group(name="attention", tokens=16, size=1_000, kind=PrefixGroup, **options):
@@ -98,6 +98,10 @@ def test_under_context_parallelism_a_block_covers_the_tokens_of_all_ranks():
     apart = planner(group(tokens=2 * 16), ranks=2)
     assert apart.grid_tokens == 32
     assert conversation_bytes(apart, 64) == conversation_bytes(planner(group(tokens=16)), 64)
+
+
+def test_everything_is_each_block_of_each_group():
+    assert everything_bytes(planner(group(tokens=32), window(40, tokens=16)), 96) == (3 + 6) * 1_000
 
 
 def test_a_group_that_leaves_its_host_blocks_empty_gets_advice():
