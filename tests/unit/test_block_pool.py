@@ -112,6 +112,14 @@ def test_a_pinned_block_that_is_aborted_is_freed_at_unpin():
         pool.pin(block)
 
 
+def test_a_parent_that_becomes_childless_is_among_the_soonest_evicted():
+    shelf = Shelf(6)
+    for prompt in ("ab", "ac", "x"):
+        shelf.put(prompt)
+    shelf.withdraw("ac")  # "a" keeps its younger touch
+    assert shelf.order == ["ab", "a", "x"]
+
+
 def test_a_pool_grows_and_never_shrinks():
     pool = BlockPool(6, ready=0)
     with pytest.raises(PoolExhausted):
