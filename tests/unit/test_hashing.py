@@ -120,17 +120,6 @@ def test_identity_is_bytes_by_name(identity):
         ChainHasher(1).for_request(identity)
 
 
-PLAIN = ChainHasher(2).keys(range(12))
-
-
-def with_items(*items):
-    return ChainHasher(2).for_request(items=[MultimodalItem(*item) for item in items]).keys(range(12))
-
-
-def shared_with(keys, others):
-    return [key == other for key, other in zip(keys, others, strict=True)].count(True)
-
-
 def test_chunks_with_items_are_no_plain_chunks_of_another_size():
     """L5.3: the bytes behind the tokens cannot be written as tokens."""
     seen = []
