@@ -74,6 +74,27 @@ def test_stores_on_their_way_count_and_those_that_fail_do_not():
     assert sizes(arc) == (0, 0) and engine.host == set()
 
 
+def test_a_chunk_in_t2_inherits_from_a_child_in_t1_and_stays_in_t2():
+    """A request whose beginning the device has does not touch it, and adds what follows."""
+    shelf = Shelf(3, policy="arc")
+    for prompt in ("a", "a", "x", "x"):
+        shelf.put(prompt)
+    add(shelf, "ab", shelf.pool.touch(None))
+    assert lists(shelf)[:2] == (["ab"], ["a", "x"])
+    shelf.pool.abort(shelf.pool.allocate(1))
+    assert lists(shelf)[:2] == ([], ["x", "a"])
+
+
+def test_a_run_of_victims_ends_where_a_chunk_is_younger():
+    shelf = Shelf(4, policy="arc")
+    shelf.put("ab")
+    shelf.put("x")
+    add(shelf, "ac", shelf.pool.touch(None))
+    shelf.withdraw("ac")  # "a" is now younger than "x", and "ab" is not
+    shelf.pool.abort(shelf.pool.allocate(3))
+    assert shelf.names == {"a"}
+
+
 def test_ghosts_are_bounded_however_often_the_prompts_change():
     shelf, prompts = Shelf(5, policy="arc"), random.Random(0).choices("abcdefghijkl", range(1, 13), k=300)
     most = [0, 0]
