@@ -117,7 +117,10 @@ class Halves(CopyingHalf):
             if self._joined is not None:
                 undo.callback(self._joined.close)
             num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
-            region = None if self._joined is None else self._joined.region()
+            region = messenger = None
+            if self._joined is not None:
+                region, messenger = self._joined.region(), self._joined.messenger(planner)
+                self._joined.close_after(region)  # first: what is made later ends earlier, and copies have to
             self._begin_copying(planner, groups, num_blocks, options, null_block=device.null_block, region=region)
             engine = EngineTraits(
                 steps=EngineSteps(max_tokens=max_step_tokens, asks_in_decode=False),
@@ -139,12 +142,11 @@ class Halves(CopyingHalf):
                     engine=engine,
                 )
                 self._tier = TierBelow(below, slots, self._tiered, groups, self._arena.blocks)
-            elif self._joined is not None:
-                least, messenger = options.min_load_tokens or 0, self._joined.messenger(planner)
+            elif messenger is not None:
+                least = options.min_load_tokens or 0
                 self.cache = self._kept = KeptCache(
                     planner, device, messenger, ready_slots=ready, min_load_tokens=least
                 )
-                self._joined.close_after(self._arena)
             else:
                 self.cache = CPUPrefixCache(
                     planner, device, host_blocks=num_blocks, ready_blocks=ready, options=options, engine=engine

@@ -12,7 +12,7 @@ rows of all ranks.
 import json
 import mmap
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory import mapping
@@ -21,9 +21,6 @@ from cpu_prefix_cache.node.messenger import SocketMessenger
 from cpu_prefix_cache.node.seat import Seat
 from cpu_prefix_cache.node.settings import NodePool, name_of, revision_of
 from cpu_prefix_cache.slab.namespace import Namespace
-
-if TYPE_CHECKING:
-    from cpu_prefix_cache.memory.arena import HostArena
 
 
 class JoinedPool:
@@ -70,10 +67,12 @@ class JoinedPool:
         )
         return self._messenger
 
-    def close_after(self, arena: "HostArena") -> None:
-        """Close when nobody has the arena any more, for a HostCache that is dropped without `close`."""
+    def close_after(self, region: mmap.mmap) -> None:
+        """Close when nobody has the region any more, or when the process ends, for a HostCache that is dropped without
+        `close`. Of what ends with the process, what was made before this ends later.
+        """
         if self._messenger is not None:
-            self._messenger.close_after(arena)
+            self._messenger.close_after(region)
 
     def close(self) -> None:
         """No copy is under way any more. May be called again."""

@@ -738,6 +738,38 @@ def test_a_host_cache_that_cannot_be_built_leaves_the_keeper(keeper):
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+ENDING = """
+import sys
+from cpu_prefix_cache.node.seat import Seat
+from tests.unit.keeper import test_node_pool as tests
+
+class Waited(tests.Held):
+    def until_passed(self):
+        print("waits for its copies", flush=True)
+        tests.HeldCopier.may_end.set()
+
+leave = Seat.leave
+Seat.leave = lambda seat: (print("leaves", flush=True), leave(seat))
+tests.Held = Waited
+tests.questions.ASK_SECONDS = tests.PATIENCE / 2
+engine = tests.PoolEngine(sys.argv[1], wrap_copier=tests.HeldCopier)
+engine.serves("abc")
+tests.wait_until(lambda: engine.steps() or engine.host.statistics().cache.storing)
+"""
+
+
+def test_an_engine_that_ends_without_close_leaves_the_keeper_after_its_copies(keeper):
+    """Another one gets the slots that they write as soon as it has left."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING, keeper.address],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        check=True,
+    )
+    assert ended.stdout.split("\n") == ["waits for its copies", "leaves", ""]
+
+
 def test_a_host_cache_that_is_dropped_leaves_the_keeper(keeper):
     before = threading.active_count()
     engine = PoolEngine(keeper.address)
