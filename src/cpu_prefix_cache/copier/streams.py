@@ -92,7 +92,7 @@ class DeviceEvent(Event):
 
 class CudaEvent(Event):
     """Event of a device that torch calls "cuda". Graphs that other threads capture are left alone. Who waits for it has
-    given Python's lock back until then: to nap and look took it from the engine twice a millisecond."""
+    given Python's lock back until then: naps and looks took it from the engine several times for each slice."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._working = partial(accelerator_driver().working_in, None)

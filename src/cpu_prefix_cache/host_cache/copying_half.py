@@ -52,7 +52,7 @@ class CopyingHalf:
         self._process, self._is_closed = os.getpid(), False
 
     def close(self) -> None:
-        """Wait for copies under way, write to the tier what only the host has, and give the host region back.
+        """Wait for copies under way, end leases, write to the tier what only the host has, and give the region back.
 
         Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
         """
