@@ -333,11 +333,17 @@ def test_a_disk_that_cannot_be_read_raises(letters, monkeypatch):
 # Callers
 
 
-@pytest.mark.parametrize("slots", [[-1], [SLOTS], [0, 1]])
+@pytest.mark.parametrize("slots", [[-1], [SLOTS], [-1, 0], [0, SLOTS]])
 def test_slots_out_of_range_are_the_callers_mistake(letters, slots):
     for act in (letters.slab.write, letters.slab.read):
-        with pytest.raises(MisuseError):
-            act(slots, [page()], [letters.label("a")])
+        with pytest.raises(MisuseError, match="slots are from 0"):
+            act(slots, [page() for _ in slots], [letters.label("a") for _ in slots])
+
+
+def test_slots_with_a_view_too_few_are_the_callers_mistake(letters):
+    for act in (letters.slab.write, letters.slab.read):
+        with pytest.raises(MisuseError, match="2 slots, 1 views and 2 labels"):
+            act([0, 1], [page()], [letters.label("a")] * 2)
 
 
 def test_a_view_of_another_size_is_the_callers_mistake(letters):  # S8.3
