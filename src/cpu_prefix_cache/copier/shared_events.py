@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from cpu_prefix_cache.copier.events import Event
 
@@ -72,3 +73,9 @@ class EndOfSections(Event):
         if are_passed and errors:
             raise errors[0]
         return are_passed
+
+    def until_passed(self) -> None:
+        for end in self._ends:
+            with suppress(Exception):  # raised below, when none is in flight
+                end.until_passed()
+        self.passed()
