@@ -154,15 +154,19 @@ def test_chunks_that_were_handed_out_are_forgotten_at_once():
     assert family.parents.lost == 1
 
 
-def test_nothing_else_is_looked_up_while_what_leaves_is_seen_to_leave(monkeypatch):
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_nothing_else_is_looked_up_while_what_leaves_is_seen_to_leave(monkeypatch, at_once):
+    """Also where several prompts leave before others come in their place."""
     family, looked_up = Family(), list[bytes]()
     find_all = Keys.find_all
     monkeypatch.setattr(Keys, "find_all", lambda self, keys: [looked_up.extend(keys), find_all(self, keys)][1])
     prompts = [chr(200 + number) * 10 for number in range(300)]
-    for before, prompt in zip(prompts, prompts[5:], strict=False):
-        family.hears(prompt)
-        family.device.difference_update(chain(before))
-        family.parents.handed_out(chain(before))
+    for first in range(0, len(prompts), at_once):
+        for before in prompts[max(0, first - 5) : max(0, first + at_once - 5)]:
+            family.device.difference_update(chain(before))
+            family.parents.handed_out(chain(before))
+        for prompt in prompts[first : first + at_once]:
+            family.hears(prompt)
     assert len(looked_up) <= 10 * len(prompts) + 100
     assert len(family.parents) == 50
 

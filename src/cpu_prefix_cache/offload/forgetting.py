@@ -20,7 +20,7 @@ class Forgetting:
     """Which of the keys that an owner remembers, the oldest first, have left a device."""
 
     def __init__(self) -> None:
-        self._due = 0  # keys to be looked up
+        self._due = 0  # keys to be looked up; negative: what was looked up has left since
 
     def added(self, count: int) -> None:
         """So many new keys are remembered."""
@@ -28,7 +28,7 @@ class Forgetting:
 
     def left(self, count: int) -> None:
         """So many keys have been forgotten that were not looked up here."""
-        self._due = max(0, self._due - 2 * count)
+        self._due -= 2 * count
 
     def gone(
         self, remembered: OrderedDict[bytes, Any], are_here: Callable[[Sequence[bytes]], Sequence[bool]]
