@@ -580,7 +580,7 @@ class BlockPool:
 
     def renew(self, chunks: Sequence[int]) -> None:
         """Cached chunks have left the pool beside, in this order: they are duplicates no more, and young."""
-        self._duplicates.renewed(chunks)
+        self._duplicates.forget(chunks)
         self._policy.renewed(chunks)
 
     def abort(self, nodes: Sequence[int]) -> None:

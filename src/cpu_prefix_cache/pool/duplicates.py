@@ -3,8 +3,7 @@
     add      (none) -> leaving    the pool beside has it: it leaves first, after those that are leaving already
     victims  leaving -> (none)    it leaves
     victims  leaving -> kept      its turn has come, but what only this pool has hangs below it, within the overlap
-    renewed  (any) -> (none)      the pool beside has evicted it
-    forget   (any) -> (none)      it is no cached chunk any more
+    forget   (any) -> (none)      the pool beside has evicted it, or it is no cached chunk any more
 
 Without room for it nothing is lost but the store that brings it back; scarcity.py has when that is worth it.
 """
@@ -43,10 +42,10 @@ class Duplicates:
 
     def add(self, chunks: Iterable[int]) -> None:
         """The pool beside has these, too. Those that are not cached are passed over."""
-        for chunk in chunks:
-            if self._state[chunk] == CACHED:
-                self.forget((chunk,))
-                self._leaving[chunk] = None
+        state = self._state
+        cached = [chunk for chunk in chunks if state[chunk] == CACHED]
+        self.forget(cached)
+        self._leaving.update(dict.fromkeys(cached))
 
     def add_above(self, chunk: int) -> None:
         """A request has used this chunk in the pool beside, and all above it. They are added from there on up to one
@@ -57,17 +56,11 @@ class Duplicates:
             self._leaving[chunk] = None
             chunk = self._forest.parent[chunk]
 
-    def renewed(self, chunks: Sequence[int]) -> None:
-        """These have left the pool beside."""
+    def forget(self, chunks: Sequence[int]) -> None:
+        """These have left the pool beside, or are not cached any more."""
         self._kept.difference_update(chunks)
         for chunk in self._leaving.keys() & chunks:
             del self._leaving[chunk]
-
-    def forget(self, chunks: Sequence[int]) -> None:
-        """These are not cached any more."""
-        for chunk in chunks if self._leaving or self._kept else ():
-            self._leaving.pop(chunk, None)
-            self._kept.discard(chunk)
 
     def victims(self, count: int) -> list[int]:
         """Take the next `count` that no pin protects and that are not to be kept, or fewer."""
