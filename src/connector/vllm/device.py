@@ -230,10 +230,10 @@ class VllmDevice(Device):
     def _note_from_now_on(self) -> None:
         self._pool.on_reuse(lambda leaving: self._notes.update(self._chunks_in(leaving)))
 
-    def _chunks_in(self, leaving: Sequence[tuple[int, bytes | None]]) -> dict[bytes, Sequence[int]]:
+    def _chunks_in(self, leaving: Mapping[bytes, int]) -> dict[bytes, Sequence[int]]:
         """The chunks in these blocks, each with all its blocks. Without checkpoints each block with a name is one."""
         named: dict[bytes, Sequence[int]] = {
-            name[:-SUFFIX_BYTES]: self._alone[block] for block, name in leaving if name is not None
+            name[:-SUFFIX_BYTES]: self._alone[block] for name, block in leaving.items()
         }
         if len(self._chunk_groups) == 1:
             return named

@@ -15,12 +15,11 @@ vLLM promises nothing of what they do by hand. `check_pool` refuses a release th
 would hand out blocks that are in use, or never find anything.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from operator import attrgetter
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -130,9 +129,12 @@ class PoolView:
         while (block := block.next_free_block) is not end:  # for thousands of blocks
             yield block.block_id, block.block_hash
 
-    def on_reuse(self, call: Callable[[Sequence[tuple[int, bytes | None]]], None]) -> None:
-        """Have blocks passed with their names, right before they are handed out."""
-        on_reuse(self._pool, lambda blocks: call([*map(_NUMBER_AND_NAME, blocks)]))
+    def on_reuse(self, call: Callable[[Mapping[bytes, int]], None]) -> None:
+        """Have blocks passed by their names, those that have one, right before they are handed out."""
+        on_reuse(
+            self._pool,
+            lambda blocks: call({name: block.block_id for block in blocks if (name := block.block_hash) is not None}),
+        )
 
     # Holds
 
@@ -264,7 +266,6 @@ def suffix_of(group_id: int) -> bytes:
 
 
 SUFFIX_BYTES = len(suffix_of(0))
-_NUMBER_AND_NAME = attrgetter("block_id", "block_hash")
 
 
 def _place(block: KVCacheBlock) -> Place:
