@@ -87,14 +87,12 @@ class Late(Offload):
         leaving = {key: blocks for key, blocks in self._taken.items() if not filled.isdisjoint(blocks)}
         for key in leaving:
             del self._taken[key]
-        before = {
-            store.id: store for store in (self._shared.get(block) for block in device_blocks) if store is not None
-        }
+        before = dict.fromkeys(self._shared[block] for block in device_blocks if block in self._shared)
         stores = self._store_leaving(leaving, device_blocks, read)
         for store in stores:
             if store.plan.holds_compute:
                 self._shared |= {block: store for copy in store.plan.copies for block in copy.device_blocks}
-        return [*before.values(), *stores]
+        return [*before, *stores]
 
     def plan(self) -> None:
         self._take()
@@ -126,7 +124,7 @@ class Late(Offload):
         self._pool.renew(cached)
         sources = {key: leaving[key] for key in missing if key not in self._stores.ledger.writing}
         filled = set(device_blocks)
-        overwritten = {key: blocks for key, blocks in sources.items() if filled >= set(blocks)} if filled else {}
+        overwritten = {key: blocks for key, blocks in sources.items() if filled.issuperset(blocks)} if filled else {}
         into = partners(overwritten, device_blocks, read)
         stores, gone, left = list[StoreTransfer](), Links(), set(sources)
         for key in sources:
