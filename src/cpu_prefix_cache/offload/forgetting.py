@@ -5,7 +5,6 @@ portion in each step. A key that is still on the device becomes the youngest, an
 about twice as many are remembered as the device has.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import compress, islice
 from operator import not_
@@ -30,9 +29,7 @@ class Forgetting:
         """So many keys have been forgotten that were not looked up here."""
         self._due -= 2 * count
 
-    def gone(
-        self, remembered: OrderedDict[bytes, Any], are_here: Callable[[Sequence[bytes]], Sequence[bool]]
-    ) -> list[bytes]:
+    def gone(self, remembered: dict[bytes, Any], are_here: Callable[[Sequence[bytes]], Sequence[bool]]) -> list[bytes]:
         """Look up a portion of the oldest. Those that have left the device, to be forgotten."""
         if self._due <= len(remembered) // SPARED_SHARE:
             return []
@@ -41,5 +38,5 @@ class Forgetting:
         keys = list(islice(remembered, count))
         here = are_here(keys)
         for key in compress(keys, here):
-            remembered.move_to_end(key)
+            remembered[key] = remembered.pop(key)  # the youngest
         return list(compress(keys, map(not_, here)))

@@ -9,7 +9,7 @@ A store of what hangs below a chunk finds its place by the chunk's parent. So th
 """
 
 from bisect import bisect_left
-from collections import ChainMap, OrderedDict, deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +27,7 @@ class Parents:
 
     def __init__(self, are_here: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
         self._are_here = are_here
-        self._parent = OrderedDict[bytes, bytes | None]()
+        self._parent: Links = {}
         self._sweep = Forgetting()
         self._kept = deque[tuple[int, Links]]()  # each until the transfers with smaller ids have ended
         self.lost = 0  # chunks that left the device before they were stored
@@ -37,16 +37,13 @@ class Parents:
 
     def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
         """Remember `keys[start:stop]`, each below the one before it. Returns those that were not known."""
-        known, new = self._parent, keys[start:stop]
-        above = [keys[start - 1] if start else None, *new[:-1]]
-        if known.keys().isdisjoint(new):
-            known.update(zip(new, above, strict=True))
-        else:
-            pairs = {key: parent for key, parent in zip(new, above, strict=True) if key not in known}
-            known.update(pairs)
-            new = [*pairs]
+        known, here = self._parent, keys[start:stop]
+        new = dict(zip(here, [keys[start - 1] if start else None, *here[:-1]], strict=True))
+        for key in new.keys() & known.keys():
+            del new[key]
+        known.update(new)
         self._sweep.added(len(new))
-        return new
+        return [*new]
 
     def sweep(self) -> Sequence[bytes]:
         """Forget those of the oldest entries that have left the device, a portion at a time. Returns them."""
@@ -109,7 +106,7 @@ class Parents:
         return upwards[:missing][::-1], upwards[missing]
 
     def clear(self) -> None:
-        self._parent = OrderedDict()
+        self._parent = {}
         self._sweep = Forgetting()
         self._kept.clear()
 
