@@ -24,7 +24,7 @@ Rules are numbered in README.md beside this file.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -413,11 +413,9 @@ class CPUPrefixCache:
 
     def statistics(self) -> CacheStatistics:
         """Counts of what the cache holds and has done so far. O(pins)."""
-        copies = self.edge.statistics()
-        return replace(
-            copies,
+        return self.edge.statistics(
+            self._work,
             running=len(self._running),
-            work=copies.work + self._work,
             hit_tokens=self._hit_tokens,
             union_misses=self._union_misses,
             hints=HintStatistics(**self._hints),

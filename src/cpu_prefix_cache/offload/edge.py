@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, RankReport, StepPlan
-from cpu_prefix_cache.messages.stats import NO_HINTS, CacheStatistics
+from cpu_prefix_cache.messages.stats import CacheStatistics
 from cpu_prefix_cache.offload.break_even import BreakEven
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.completion import Completion
@@ -71,8 +71,8 @@ class Edge:
         """Whether any transfer is planned or in flight."""
         return len(self.ledger) > 0
 
-    def statistics(self) -> CacheStatistics:
-        """Counts of the pool and of all copies. O(pins)."""
+    def statistics(self, work: int = 0, **counts: Any) -> CacheStatistics:
+        """Counts of the pool and of all copies, and its owner's `work` and other `counts`. O(pins)."""
         loading = len(self.ledger.loads)
         return CacheStatistics(
             pool=self.pool.statistics(),
@@ -82,9 +82,8 @@ class Edge:
             store_declined=self.stores.declined,
             lost_before_store=self.offload.lost,
             remembered=self.offload.remembered,
-            work=self.offload.work,
-            hints=NO_HINTS,
-            **self._completion.counts,
+            work=self.offload.work + work,
+            **{**self._completion.counts, **counts},
         )
 
     def load(
