@@ -37,5 +37,7 @@ class Notes:
         time, or have come back.
         """
         noted, self._blocks = self._blocks or {}, {}
-        found = zip(noted.items(), find_all(list(noted)), strict=True) if noted else ()
-        return {key: blocks for (key, blocks), here in found if here is None}
+        found = zip(noted, find_all([*noted]), strict=True) if noted else ()
+        for key in [key for key, here in found if here is not None]:
+            del noted[key]
+        return noted
