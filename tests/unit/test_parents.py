@@ -7,7 +7,7 @@ import pytest
 from cpu_prefix_cache.messages.request import CheckpointAt
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.ancestry import DeviceAncestry
-from cpu_prefix_cache.offload.parents import Parents
+from cpu_prefix_cache.offload.parents import Parents, take_run
 from property_tests.strategies import chain
 from tests.support.sizes import sizes_of_containers
 
@@ -180,21 +180,19 @@ def test_clearing_forgets_without_counting():
     assert len(family.parents) == 1 and family.parents.lost == 0
 
 
-def test_a_run_is_taken_as_a_whole_or_forgotten():
-    parents = Parents(lambda keys: [True] * len(keys))
-    parents.add(chain("abcd"), 0, 4)
+def test_a_run_is_taken_as_a_whole_or_not():
+    links = {b"ab": b"a", b"abc": b"ab"}
     left = {b"ab", b"abc", b"x"}
-    assert parents.take_run(b"abc", left) == ({b"abc": b"ab", b"ab": b"a"}, True)
-    assert left == {b"x"} and len(parents) == 2
-    assert (
-        parents.take_run(b"abcd", {b"abcd", b"abc"}) == ({b"abcd": b"abc"}, False) and len(parents) == 1
-    )  # "abc" is not remembered
+    assert take_run(b"abc", left, links) == ({b"abc": b"ab", b"ab": b"a"}, True)
+    assert left == {b"x"}
+    links = {b"ab": b"a", b"abcd": b"abc"}  # "abc" is not remembered
+    assert take_run(b"abcd", {b"abcd", b"abc"}, links) == ({b"abcd": b"abc"}, False)
 
 
 def test_parents_of_what_has_left_are_kept_until_transfers_have_ended():
     parents = Parents(lambda keys: [True] * len(keys))
     parents.add(chain("abcd"), 0, 4)
-    left, _ = parents.take_run(b"abc", {b"ab", b"abc"})
+    left = parents.take([b"ab", b"abc"])
     assert parents.missing_above(b"abcd", {b"a"}.__contains__) is None
     parents.keep(left, next_id=7)
     parents.resolved(below=6, most=4)

@@ -28,7 +28,7 @@ from itertools import groupby
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.exchange import partners
 from cpu_prefix_cache.offload.offload import Offload
-from cpu_prefix_cache.offload.parents import Links, Parents
+from cpu_prefix_cache.offload.parents import Links, Parents, take_run
 from cpu_prefix_cache.offload.running import Running
 from cpu_prefix_cache.offload.stores import Stop, StorePlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
@@ -126,16 +126,14 @@ class Late(Offload):
         filled = set(device_blocks)
         overwritten = {key: blocks for key, blocks in sources.items() if filled.issuperset(blocks)} if filled else {}
         into = partners(overwritten, device_blocks, read)
-        stores, gone, left = list[StoreTransfer](), Links(), set(sources)
+        stores, gone, left = list[StoreTransfer](), self._parents.take(leaving), set(sources)
         for key in sources:
             if key in left:
-                links, is_whole = self._parents.take_run(key, left)
-                gone |= links
+                links, is_whole = take_run(key, left, gone)
                 if is_whole:
                     stores += self._store_run(links, sources, overwritten, into)
                 else:
                     self._parents.lost += len(links)  # they have no place
-        gone |= self._parents.take(leaving.keys() - gone.keys() if gone else leaving.keys())
         self._parents.keep(gone, self._stores.ledger.next_id)
         return stores
 

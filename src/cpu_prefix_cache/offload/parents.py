@@ -19,6 +19,21 @@ Links = dict[bytes, bytes | None]  # parents of chunks, by their keys; None: of 
 UNKNOWN = b""  # a parent that is not remembered
 
 
+def take_run(key: bytes, within: set[bytes], links: Links) -> tuple[Links, bool]:
+    """Take `key` and the chunks right above it out of `within`, as far as they are there. Their parents, from the
+    deepest up, and whether `links` has all of them: else those down to the first that it has not.
+    """
+    run = Links()
+    above: bytes | None = key
+    while above is not None and above in within:
+        within.remove(above)
+        run[above] = parent = links.get(above, UNKNOWN)
+        above = parent
+    if above == UNKNOWN:
+        run.popitem()
+    return run, above != UNKNOWN
+
+
 class Parents:
     """Parents of confirmed chunks, at most about twice as many as the device holds once `sweep` has caught up.
 
@@ -50,21 +65,6 @@ class Parents:
         if gone := self._sweep.gone(self._parent, self._are_here):
             self._forget(gone)
         return gone
-
-    def take_run(self, key: bytes, within: set[bytes]) -> tuple[Links, bool]:
-        """Forget `key` and the chunks right above it as far as they are `within`, which loses them too. Their parents,
-        from the deepest up, and whether all of them are remembered: else those down to the first that is not.
-        """
-        parents, run, before = self._parent, Links(), len(self._parent)
-        above: bytes | None = key
-        while above is not None and above in within:
-            within.remove(above)
-            run[above] = parent = parents.pop(above, UNKNOWN)
-            above = parent
-        self._sweep.left(before - len(parents))
-        if above == UNKNOWN:
-            run.popitem()
-        return run, above != UNKNOWN
 
     def take(self, keys: Collection[bytes]) -> Links:
         """Forget these chunks. Their parents, of those that are remembered."""
