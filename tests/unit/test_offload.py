@@ -839,10 +839,14 @@ def test_a_policy_counts_hits_on_the_device(mode):
 
 
 def test_a_chunk_that_is_declined_does_not_stop_the_walk():
-    engine = Engine("lazy", device=6, host=12, cache=whole_prompts)
-    engine.cache.pool.choose = lambda parent, keys, needs, **_: 0 if keys[0].startswith(b"x") else len(keys)
-    for prompt in ("xy", "ab", "cd"):
-        engine.serves(prompt)
+    engine = Engine("lazy", device=8, host=12, cache=whole_prompts, ahead_blocks=4)
+    engine.cache.pool.choose = lambda parent, keys, needs, **_: len(keys) if keys[0] == b"a" else 0
+    for prompt in ("x", "y", "ab"):
+        engine.starts(prompt, prompt)
+        engine.computes(prompt)
+    for prompt in ("x", "y", "ab"):
+        engine.ends(prompt)
+    engine.starts("r", "long")  # takes the blocks that never held anything: the others are the front
     engine.copies()
     assert engine.host == {"a", "ab"}
-    assert engine.cache.statistics().store_declined == 2  # x and xy, offered once
+    assert engine.cache.statistics().store_declined == 2  # x and y, offered once

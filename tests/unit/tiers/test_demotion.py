@@ -167,6 +167,10 @@ def test_thresholds_hold_back_what_is_written_and_the_host_keeps_it():
     engine.copies()
     engine.works_off()
     assert engine.host == {"a", "ab"} and not engine.below
+    for _ in range(2):
+        engine.serves("cd")
+    engine.works_off()
+    assert engine.below == {"c", "cd"}, "what is held back holds up nothing else"
     engine.cache.check_valid()
 
 
