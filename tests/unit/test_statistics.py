@@ -1,6 +1,14 @@
 """The meaning of each count, from 0, and where it is a level, back to 0."""
 
+from dataclasses import astuple
+
 from cpu_prefix_cache.testing.engine import GRID, Engine
+
+
+def test_a_cache_that_did_nothing_counts_nothing():
+    engine = Engine(host=8)
+    _, *counts, _ = astuple(engine.cache.statistics())
+    assert not any(counts)
 
 
 def test_hit_tokens_are_those_a_load_was_admitted_for():

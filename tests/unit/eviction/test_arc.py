@@ -95,6 +95,14 @@ def test_a_run_of_victims_ends_where_a_chunk_is_younger():
     assert shelf.names == {"a"}
 
 
+def test_ghosts_that_come_back_in_a_row_move_p_one_by_one():
+    shelf = Shelf(5, policy="arc")
+    for prompt in ("cd", "xyz", "cd", "wv", "w", "xyz"):
+        shelf.put(prompt)
+    # both are in B1, and T2 gives: p = 0 + max(0/2, 1), and with a ghost in B2 by then p = 1 + max(1/1, 1)
+    assert lists(shelf)[2:] == ([], ["cd", "c"], 2)
+
+
 def test_ghosts_are_bounded_however_often_the_prompts_change():
     shelf, prompts = Shelf(5, policy="arc"), random.Random(0).choices("abcdefghijkl", range(1, 13), k=300)
     most = [0, 0]

@@ -14,7 +14,7 @@ from cpu_prefix_cache.keeper.answers import Granted
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
-from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
+from cpu_prefix_cache.keeper.records import HEADER_BYTES, MAGIC, RECORD, Records, records_bytes
 
 FULL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=64)], max_model_len=64)
 STATE = StateGroup(name="state", block_tokens=4, block_bytes=64)
@@ -226,6 +226,11 @@ def test_a_chunk_whose_parent_has_no_record_is_a_free_slot():
     node.keeper.join(B, ONE)
     assert node.found == 1 and node.finds(B, "abc") == 1
     assert len(node.takes(B, "xyz")[1].slots) == 3
+
+
+def test_the_places_of_records_are_those_of_their_format():
+    """A file outlives its keeper, and may be read by the next release."""
+    assert (MAGIC, HEADER_BYTES, RECORD.size) == (b"cpc keeper rec 3", 4096, 84)
 
 
 def test_the_chunk_above_a_write_stays():

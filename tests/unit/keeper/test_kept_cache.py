@@ -421,9 +421,17 @@ def test_a_checkpoint_that_was_not_taken_is_taken_at_the_end_of_its_request(wind
     windows.is_computed()
     windows.cache.passed(0.0)
     windows.cache.passed(TAKE_SECONDS)
+    windows.cache.computed("r", 4 * GRID)
+    assert windows.line.kinds() == [Kind.TAKE, Kind.COMMIT]
     windows.cache.finished("r", 4 * GRID)
     assert windows.line.kinds() == [Kind.TAKE, Kind.COMMIT, Kind.TAKE]
     assert windows.line.sent[-1].numbers == (True,) and windows.stores().copies
+
+
+def test_a_prompt_departs_where_the_device_has_no_more_of_it(windows):
+    windows.is_computed()
+    other = Request("other", [*KEYS[:2], *(key.upper() for key in KEYS[2:])], 4 * GRID + 1)
+    assert windows.cache.branch(other, 0) == 2 * GRID
 
 
 @pytest.mark.parametrize(("unfit", "committed"), [(4, (4, False)), (2, (2, False))])

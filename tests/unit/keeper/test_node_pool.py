@@ -550,7 +550,7 @@ def test_the_socket_is_for_its_user_alone(keeper):
         HELLO + encoded(Message(Kind.TAKE, 1, (0,), (b"k",))),
         HELLO + encoded(Message(Kind.COMMIT, 9, (3, 0))),
         HEADER.pack(HEADER.size, VERSION, Kind.RUN, 0, 1, 0, 1),  # a key without bytes
-        encoded(Message(Kind.HELLO)),
+        encoded(Message(Kind.HELLO, 0, (CHUNK_BYTES,), (b"n" * 16,))),  # no number of an engine
         hello(block_bytes=0),
         hello(shape=SHAPE[:-1]),
         hello(shape=()),

@@ -92,8 +92,8 @@ def until_open(tier):
     assert is_open(tier)
 
 
-def plan(epoch=0):
-    return TierPlan(StepPlan(epoch, ()))
+def plan(epoch=0, step=0):
+    return TierPlan(StepPlan(epoch, (), resolved_below=step))
 
 
 def test_a_tier_that_can_be_opened_is_open_at_once():
@@ -163,11 +163,13 @@ def test_a_tier_that_opens_after_a_reset_gets_the_new_epoch_first():
     answers, inner = threading.Event(), Tier()
     tier, attempts = opening_tier(TierUnavailable("down"), answers, inner)
     attempts.until(2)
-    for epoch in (0, 1, 1, 2, 2):
-        tier.run(plan(epoch))
+    for step, epoch in enumerate((0, 1, 1, 2, 2)):
+        tier.run(plan(epoch, step))
     answers.set()
     until_open(tier)
-    assert [each.step.epoch for each, _ in inner.plans] == [2]
+    assert [each for each, _ in inner.plans] == [plan(2, 3)], (
+        "it is given more than the first plan after the last reset"
+    )
     assert threading.current_thread() not in [thread for _, thread in inner.plans]
     tier.close()
 

@@ -266,6 +266,8 @@ def test_a_tier_that_could_not_be_written_is_tried_again_after_a_pause():
     engine = Tiered(host=32)
     _fails_to_write(engine, "uvwxy")
     engine.now += PAUSE_SECONDS
+    engine.steps_below()
+    assert engine.seen.state == "open"
     _fails_to_write(engine, "z")  # one more is enough
     assert engine.seen.state == "read_only"
     engine.now += PAUSE_SECONDS
