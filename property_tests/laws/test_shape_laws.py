@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_prefix_cache import ConfigurationError
-from cpu_prefix_cache.deciding import HybridChunkPlanner, check_takes
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, WindowGroup, check_takes
 from cpu_prefix_cache.keeper.protocol import ProtocolError
+from cpu_prefix_cache.keeper.records import MOST_BLOCKS
 from cpu_prefix_cache.keeper.shape import KINDS, planner_of, spelled
 from property_tests.laws.test_planner_laws import depths, planners
 
@@ -27,3 +28,12 @@ def test_a_keeper_counts_as_the_engine_does(planner: HybridChunkPlanner, depth: 
     assert made.checkpoint(depth) == own.checkpoint(depth)
     assert made.needs_checkpoint(depth) == own.needs_checkpoint(depth)
     assert made.resume_blocks(depth) == depth * own.host_blocks_per_chunk + own.checkpoint_blocks(depth)
+
+
+def test_a_chunk_of_as_many_blocks_as_records_number_is_taken() -> None:
+    groups = [
+        PrefixGroup(name="0", block_tokens=MOST_BLOCKS, block_bytes=24),
+        WindowGroup(name="1", block_tokens=1, block_bytes=24, window_tokens=4),
+    ]
+    numbers = spelled(HybridChunkPlanner(groups, max_model_len=MOST_BLOCKS, grid_tokens=MOST_BLOCKS))
+    assert spelled(planner_of(numbers)) == numbers

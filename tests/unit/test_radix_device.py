@@ -1,6 +1,7 @@
 """RadixDevice: pages of chunks that part, splits under a hold, pages given back, and mistakes of an author."""
 
 from itertools import islice
+from unittest.mock import patch
 
 import pytest
 
@@ -94,6 +95,14 @@ def test_pages_that_are_not_those_of_the_tree(trial):
     serve(trial, [A], [1, 2])
     with pytest.raises(MisuseError, match="the whole prefix, in token order"):
         trial.device.keyed([A], [2, 3])
+
+
+def test_pages_below_a_node_that_was_never_placed(trial):
+    with patch.object(trial.device, "placed"):
+        trial.cache.insert([1, 2], trial.cache.allocate(2))
+    trial.cache.insert([1, 2, 3, 4], [0, 1, *trial.cache.allocate(2)])
+    with pytest.raises(MisuseError, match=r"the tree has \[2, 3\] up to the last"):
+        trial.device.check_path([0, 1, 2, 3])
 
 
 def test_pages_that_left_the_tree_unheard(trial):

@@ -55,6 +55,16 @@ def test_two_questions_share_a_document(shelf):
     assert kinds(shelf, "pqruv") == {"r": (0, SHARED_BY_TWO, 1), "v": (0, DOCUMENT, 0)}
 
 
+def test_a_role_is_that_of_how_many_share_a_segment(shelf):
+    """Two; three to five; six and more."""
+    shelf.put("pqA")
+    roles = []
+    for end in "BCDEFGH":
+        shelf.put("pq" + end)
+        roles.append(kinds(shelf, "pq" + end)["q"][1])
+    assert roles == [2, 4, 4, 4, 5, 5, 5]
+
+
 def test_the_same_prompt_comes_again(shelf):
     shelf.put("ab")
     shelf.put("ab", after=9.0)

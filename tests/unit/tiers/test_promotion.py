@@ -544,6 +544,7 @@ def test_reads_are_short_before_the_rate_is_known(monkeypatch):
     engine.works_off()
     assert engine.asks_as("r", "abcdefgh") == Hit(2 * GRID)
     engine.measures(rate=1e9, prefill=100.0)
+    engine.now += TRIAL_SECONDS  # what is worth reading is read whole, also when nothing was read for long
     assert isinstance(engine.asks_as("known", "abcdefgh"), Pending)
     engine.works_off()
     assert engine.asks_as("known", "abcdefgh") == Hit(8 * GRID)
