@@ -99,10 +99,13 @@ def test_pages_that_are_not_those_of_the_tree(trial):
 
 def test_pages_below_a_node_that_was_never_placed(trial):
     with patch.object(trial.device, "placed"):
-        trial.cache.insert([1, 2], trial.cache.allocate(2))
-    trial.cache.insert([1, 2, 3, 4], [0, 1, *trial.cache.allocate(2)])
-    with pytest.raises(MisuseError, match=r"the tree has \[2, 3\] up to the last"):
-        trial.device.check_path([0, 1, 2, 3])
+        upper, _ = trial.cache.insert([1, 2], trial.cache.allocate(2))
+    trial.cache.insert([1, 2, 3], [0, 1, *trial.cache.allocate(1)])
+    with pytest.raises(MisuseError, match=r"the tree has \[2\] up to the last"):
+        trial.device.check_path([0, 1, 2])
+    trial.device.placed(upper)
+    for pages in ([0], [0, 1, 2]):
+        trial.device.check_path(pages)
 
 
 def test_pages_that_left_the_tree_unheard(trial):

@@ -9,7 +9,7 @@ from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankRepor
 from cpu_prefix_cache.keeper.answers import check_answered
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message, ProtocolError
-from cpu_prefix_cache.keeper.questions import ASK_SECONDS, UNANSWERED
+from cpu_prefix_cache.keeper.questions import ASK_SECONDS, PAUSE_SECONDS, UNANSWERED
 from cpu_prefix_cache.keeper.takes import TAKE_SECONDS
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.slots import PoolSlots
@@ -158,6 +158,16 @@ def test_questions_go_on_to_a_keeper_that_reads_files_for_long():
         engine.cache.passed(number + 0.01)
         assert isinstance(engine.cache.lookup(request, 0, number + 0.9), Miss), "it has promised to answer by then"
     assert engine.line.kinds().count(Kind.RUN) == 2 * UNANSWERED
+
+
+def test_a_keeper_that_does_not_answer_is_left_alone_for_a_second():
+    engine = Engine()
+    *requests, last = [Request(str(number), KEYS, 4 * GRID) for number in range(UNANSWERED + 1)]
+    for request in requests:
+        assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+    engine.cache.passed(ASK_SECONDS)
+    assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS), Miss)
+    assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS + PAUSE_SECONDS), Pending)
 
 
 def test_a_lease_ends_when_the_last_rank_has_loaded():

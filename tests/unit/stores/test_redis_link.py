@@ -3,12 +3,15 @@
 import socket
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from cpu_prefix_cache.stores import redis_link
 from cpu_prefix_cache.stores.redis_link import Link
+from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.stores.redis_url import parse_redis_url
+from tests.stores.liars import Liar
 
 SECONDS = 60.0  # longer than any of these tests
 
@@ -101,3 +104,13 @@ def test_one_that_was_interrupted_before_it_began_does_not_connect(server):
     link.interrupt()
     with pytest.raises(ConnectionError, match="closed"):
         link.until(soon())
+
+
+def test_a_call_that_fails_ends_the_connections_that_wait_too():
+    """The server may have gone without a word, and each of them would time out on its own."""
+    with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store:
+        with store._link(SECONDS), store._link(SECONDS):
+            pass
+        with pytest.raises(TimeoutError), store._link(SECONDS):
+            raise TimeoutError
+        assert not store._idle
