@@ -132,8 +132,18 @@ class CountsNoBlanks(SmallEngine):
 
 
 class FindsWhatItHandedOut(SmallEngine):
+    """Until the block holds another chunk."""
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks, hands_out_first=False)
+
     def forget(self, block):
         self.keys[block] = None
+
+    def computed(self, request, chunks):
+        for block in request.blocks[request.computed[0] : chunks]:
+            self.by_key = {key: at for key, at in self.by_key.items() if at != block}
+        super().computed(request, chunks)
 
 
 class HoldsNoDestinations(SmallEngine):
@@ -211,7 +221,7 @@ class HandsOutNull(SmallEngine):
         (ReleasesAncestorsFirst, "behind its ancestors"),
         (HoldsNothing, "were held"),
         (CountsNoBlanks, "num_waiting"),
-        (FindsWhatItHandedOut, "another|handed out"),
+        (FindsWhatItHandedOut, "found and handed out"),
         (HoldsNoDestinations, "in use or held|neither waits|waits, or not"),
         (TakesAnyKey, "with any key"),
         (HoldsOnce, "held twice|neither waits|waits, or not"),

@@ -305,6 +305,16 @@ def test_weights_that_change_while_a_keeper_comes_back_have_their_own_name(keepe
         assert other.serves("abc") == 0
 
 
+def test_a_keeper_of_another_size_takes_back_the_region_as_it_is(keeper):
+    with PoolEngine(keeper.address) as engine:
+        engine.stores("abc")
+        keeper.kill()
+        keeper.host_bytes *= 2
+        keeper.start()
+        assert finds_again(engine, "abc") == 3
+        assert "end all engines first" in keeper.log.read_text()
+
+
 def test_an_engine_whose_socket_ends_is_not_gone_while_it_lives(keeper):
     """Its slots stay its own until the kernel frees its lock, or it comes back with nothing under way."""
     with PoolEngine(keeper.address, wrap_copier=HeldCopier) as engine, PoolEngine(keeper.address) as other:
