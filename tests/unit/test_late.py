@@ -1,4 +1,4 @@
-"""On a device that notes what it hands out, a chunk goes to the host then, and not before."""
+"""On a device that notes what it hands out, a chunk goes to the host then, and before while there is ample room."""
 
 import pytest
 
@@ -12,12 +12,15 @@ SLOTS = 6
 
 
 class Story(Engine):
-    """Its device has `SLOTS` slots. Without `load` a request computes what the host would bring."""
+    """Its device has `SLOTS` slots, and its host less room, but for old chunks that leave first, unless it is `ample`.
+    Without `load` a request computes what the host would bring."""
 
-    def __init__(self, host: int = 20, width: int = 1, **options) -> None:
+    def __init__(self, host: int = 20, width: int = 1, ample: bool = False, **options) -> None:
         groups = [PrefixGroup(name=f"attention {at}", block_tokens=GRID, block_bytes=100) for at in range(width)]
         planner = HybridChunkPlanner(groups, max_model_len=100)
         super().__init__("lazy", QueueSlots(SLOTS, width, noted={}), host, planner=planner, **options)
+        pool, old = self.cache.pool, [b"old %d" % at for at in range(0 if ample else host // width - SLOTS + 1)]
+        pool.commit(pool.allocate(len(old), old), old, pool.root, pool.touch(None))
 
     def run(self, prompt: str):
         """Compute a prompt to its end. Returns the plan of its step."""
@@ -57,6 +60,37 @@ def test_blocks_that_the_device_hands_out_are_stored_before_compute_overwrites_t
     assert on_host(story, "a", "ab", "abc") == ["abc"]
     assert story.lookup("abc") == Hit(3 * GRID, 2 * GRID)
     assert story.cache.statistics().lost_before_store == 0
+
+
+def test_chunks_are_stored_when_computed_while_all_that_the_device_holds_would_find_room():
+    """Then nothing is stored, or holds compute, when their blocks are handed out."""
+    story = Story(host=SLOTS + 3, ample=True)
+    story.starts("abc", "abc", load=False)
+    assert not story.steps().transfers
+    story.fills("abc")
+    story.computes("abc")
+    (ahead,) = story.steps().transfers
+    assert ahead.direction is Direction.STORE and not ahead.holds_compute
+    story.reports([ahead])
+    assert on_host(story, "a", "ab", "abc") == ["a", "ab", "abc"]
+    story.ends("abc")
+    assert not story.run("wxyz").transfers  # overwrites "abc"
+    assert story.lookup("abc") == Hit(3 * GRID, 2 * GRID)
+    story.reports(story.steps().transfers)  # as many blocks were free as the device has
+    story.run("k")
+    story.reports(story.steps().transfers)
+    assert on_host(story, "wxyz", "k") == ["wxyz"]
+
+
+def test_chunks_that_a_request_was_given_are_not_stored_for_it():
+    """They were when they were computed, if there was room. Of what it computes, only what the host lacks."""
+    story = Story(ample=True)
+    story.run("abc")
+    story.reports(story.steps().transfers)
+    story.cache.pool.withdraw(story.cache.pool.find(b"ab"))
+    story.run("abcd")
+    (store,) = story.steps().transfers
+    assert len(store.copies[0].device_blocks) == 1
 
 
 def test_a_store_commits_though_its_parent_has_left_since(story):

@@ -161,7 +161,7 @@ def test_lazy_above_a_tier_stores_ancestors_first():
 
 def test_a_hot_common_prefix_stays_on_the_device_alone():
     """L5.19: it is never evicted there. What hung below it is hit all the same, behind what the device has."""
-    engine = lazy(hands_out_first=True)
+    engine = lazy(hands_out_first=True, host=7)
     engine.starts("hot", "ab")
     engine.computes("hot")
     for tail in "cdefghi":

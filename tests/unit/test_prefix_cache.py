@@ -437,7 +437,7 @@ def test_the_slowest_link_of_all_ranks_decides_whether_a_load_is_worth_it():
 @pytest.mark.parametrize("what", ["nothing", "a block is bad"])
 def test_a_load_saves_no_block_that_was_declared_bad_after_its_hit_was_found(what):  # rule 13
     """ "abcd" is on the host alone, and "wxyz", which its load overwrites, on the device alone but for its end."""
-    engine = Engine("lazy", device=8, host=16, hands_out_first=True)
+    engine = Engine("lazy", device=8, host=7, hands_out_first=True)
     for prompt in ("abcd", "wxyz", "stuv"):
         engine.serves(prompt)
     bad = engine.gpu.find(b"wxy")

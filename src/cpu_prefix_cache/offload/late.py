@@ -1,4 +1,4 @@
-"""Late: a chunk goes to the host when the device hands out its blocks, and not before.
+"""Late: a chunk goes to the host when the device hands out its blocks, and before only into ample room.
 
     order of eviction     [ a ][ b ][ c ][ d ] ...
     the engine schedules  a and b are handed out to compute, c and d to a load
@@ -15,6 +15,9 @@ Device and host hold a prompt together (rule 3): its end is on the host, and of 
 bytes. What leaves the device and is on the host already becomes the youngest there. A store takes the run of chunks
 right above one another that leave at once, parents first.
 
+* **Room is ample** while all that the device holds would find some. Then a chunk is stored when it is computed: nothing
+  leaves the host for it before its blocks are handed out, and nothing is stored, and waited for, at that time. (H200s,
+  40 GiB behind 16: eager, which waits for no store, served 9 and 11 % more prompt tokens a second.)
 * **Compute** waits until its step's stores have been read (`TransferPlan.holds_compute`).
 * **Loads** begin after the stores of what they overwrite, large ones portion by portion; where room is scarce most of
   it goes into the host blocks that the load reads (`exchange.py`).
@@ -23,7 +26,7 @@ right above one another that leave at once, parents first.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.exchange import partners
@@ -52,6 +55,8 @@ class Late(Offload):
 
     def confirmed(self, running: Running, before: int) -> None:
         self._parents.add(running.keys, before, running.confirmed)
+        if len(self._pool.free) >= self._stores.device_chunks * self._pool.shape.blocks_per_chunk:
+            self._store_computed(running, max(before, running.resumed))
         self.work += running.confirmed - before
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
@@ -104,6 +109,13 @@ class Late(Offload):
         self._parents.lost += sum(key not in self._stores.ledger.writing for key in self._pool.missing(unnoticed))
 
     # Details
+
+    def _store_computed(self, running: Running, start: int) -> None:
+        """Store its confirmed chunks from `start` on, up to the first that another request's store has covered."""
+        keys = running.keys
+        new = [*takewhile(lambda key: not self._stores.is_covered(key), keys[start : running.confirmed])]
+        if new:
+            self._stores.plan(Chain(keys[start - 1] if start else None, new), running.touch, owner=running.id)
 
     def _take(self) -> None:
         self._taken.update(self._device.handed_out() or ())
