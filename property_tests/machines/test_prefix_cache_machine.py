@@ -116,7 +116,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 2, 3]),
         plan=st.sampled_from(sorted(PLANS)),
         pooled=st.booleans(),
-        host_chunks=st.integers(4, 12),
+        host_chunks=st.integers(4, 16),
         device_chunks=st.integers(8, DEVICE_CHUNKS),
         portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
         policy=st.sampled_from(sorted(POLICIES)),
