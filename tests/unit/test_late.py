@@ -62,9 +62,9 @@ def test_blocks_that_the_device_hands_out_are_stored_before_compute_overwrites_t
     assert story.cache.statistics().lost_before_store == 0
 
 
-def test_chunks_are_stored_when_computed_while_all_that_the_device_holds_would_find_room():
+def test_chunks_are_stored_when_computed_while_all_that_the_device_has_alone_would_find_room():
     """Then nothing is stored, or holds compute, when their blocks are handed out."""
-    story = Story(host=SLOTS + 3, ample=True)
+    story = Story(host=SLOTS + 1, ample=True)
     story.starts("abc", "abc", load=False)
     assert not story.steps().transfers
     story.fills("abc")
@@ -76,7 +76,7 @@ def test_chunks_are_stored_when_computed_while_all_that_the_device_holds_would_f
     story.ends("abc")
     assert not story.run("wxyz").transfers  # overwrites "abc"
     assert story.lookup("abc") == Hit(3 * GRID, 2 * GRID)
-    story.reports(story.steps().transfers)  # as many blocks were free as the device has
+    story.reports(story.steps().transfers)  # four blocks are free, and "a" and "ab" are on both
     story.run("k")
     story.reports(story.steps().transfers)
     assert on_host(story, "wxyz", "k") == ["wxyz"]

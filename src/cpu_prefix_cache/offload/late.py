@@ -15,9 +15,10 @@ Device and host hold a prompt together (rule 3): its end is on the host, and of 
 bytes. What leaves the device and is on the host already becomes the youngest there. A store takes the run of chunks
 right above one another that leave at once, parents first.
 
-* **Room is ample** while all that the device holds would find some. Then a chunk is stored when it is computed: nothing
-  leaves the host for it before its blocks are handed out, and nothing is stored, and waited for, at that time. (H200s,
-  40 GiB behind 16: eager, which waits for no store, served 9 and 11 % more prompt tokens a second.)
+* **Room is ample** while all that the device has and the host has not would find some. Then a chunk is stored when it
+  is computed: nothing leaves the host for it before its blocks are handed out, and nothing is stored, and waited for,
+  at that time. (H200s, 40 GiB behind 16: eager, which waits for no store, served 9 and 11 % more prompt tokens a
+  second.)
 * **Compute** waits until its step's stores have been read (`TransferPlan.holds_compute`).
 * **Loads** begin after the stores of what they overwrite, large ones portion by portion; where room is scarce most of
   it goes into the host blocks that the load reads (`exchange.py`).
@@ -55,12 +56,19 @@ class Late(Offload):
 
     def confirmed(self, running: Running, before: int) -> None:
         self._parents.add(running.keys, before, running.confirmed)
-        if len(self._pool.free) >= self._stores.device_chunks * self._pool.shape.blocks_per_chunk:
-            self._store_computed(running, max(before, running.resumed))
+        start = max(before, running.resumed)
+        alone = max(running.confirmed - start, self._stores.device_chunks - self._pool.num_duplicates)  # at most
+        if len(self._pool.free) >= alone * self._pool.shape.blocks_per_chunk:
+            self._store_computed(running, start)
         self.work += running.confirmed - before
 
     def used(self, keys: Sequence[bytes], chunks: int) -> None:
         self._pool.duplicate_above(keys, chunks)
+
+    def committed(self, keys: Sequence[bytes]) -> None:
+        """Some are on the device still, or again."""
+        here = self._pool.find_all(key for key in reversed(keys) if key in self._parents)
+        self._pool.duplicated(node for node in here if node is not None)
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         self._pool.duplicated(reversed(nodes))

@@ -50,6 +50,10 @@ class Parents:
     def __len__(self) -> int:
         return len(self._parent) + sum(len(links) for _, links in self._kept)
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether it was confirmed, and has not been reported to have left the device."""
+        return key in self._parent
+
     def add(self, keys: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
         """Remember `keys[start:stop]`, each below the one before it. Returns those that were not known."""
         known, here = self._parent, keys[start:stop]

@@ -319,6 +319,11 @@ class BlockPool:
         """Whether duplicates leave first; else they leave like others. See scarcity.py."""
         return self._duplicates.scarcity.holds
 
+    @property
+    def num_duplicates(self) -> int:
+        """How many cached chunks the pool beside has, too, and are not kept for what hangs below them."""
+        return len(self._duplicates)
+
     def missed(self, keys: Sequence[bytes], start: int = 0) -> None:
         """A request computes the chunks with these keys from position `start` on, which neither pool has."""
         if self.shape.is_shared:
