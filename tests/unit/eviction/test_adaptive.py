@@ -307,10 +307,10 @@ def test_both_parts_of_a_cut_segment_have_been_in_its_bin_since_it_came_there():
 def test_reuses_of_long_ago_count_less():
     survival = Survival([(0,)], {})
     survival.begin(0)
-    survival.reuses[0] = 8.0
+    survival.reuses[0] = survival.seconds[0] = 8.0
     survival.begin_round(HALF_LIFE_REQUESTS)
     survival.learn(0, now=1.0)
-    assert survival.reuses[0] == pytest.approx(4.0)
+    assert survival.reuses[0] == survival.seconds[0] == pytest.approx(4.0)
 
 
 def test_a_chunk_does_not_leave_for_what_is_to_hang_below_it():

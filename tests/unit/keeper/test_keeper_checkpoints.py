@@ -142,6 +142,16 @@ def test_a_chunk_that_lies_in_two_places_is_taken_in_once():
     assert node.keeper.run(A, next(node.ids), keys_of("ab")).present == 2
 
 
+def test_a_chunk_of_which_a_slot_is_damaged_takes_no_other_with_it():
+    node = HybridNode(slots=12)
+    records = Records(node.file)
+    for slots, prompt in (([0, 1, 2], "a"), ([3, 4, 5], "x")):
+        records.write(slots, *named(ONE, keys_of(prompt)), None)
+    node.damages(0)  # two slots are left, and none of them is the first
+    node.begins_again()
+    assert node.found == 3 and node.keeper.run(A, next(node.ids), keys_of("x")).present == 1
+
+
 def left_of_a_quiet_engine():
     """Chunks that can be resumed from, after another engine has stored four times as much as the pool holds."""
     node = HybridNode(slots=120)

@@ -165,6 +165,9 @@ def test_a_keeper_that_does_not_answer_is_left_alone_for_a_second():
     *requests, last = [Request(str(number), KEYS, 4 * GRID) for number in range(UNANSWERED + 1)]
     for request in requests:
         assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+    engine.line.is_up = False
+    assert isinstance(engine.cache.lookup(last, 0, 0.0), Miss), "nobody is there who could answer"
+    engine.line.is_up = True
     engine.cache.passed(ASK_SECONDS)
     assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS), Miss)
     assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS + PAUSE_SECONDS), Pending)
