@@ -45,6 +45,7 @@ class CopiesWhenTold(MeddlingCopier):
         waiting = SimpleNamespace(direction=direction, copies=copies, error=None, unfit=tuple)
         waiting.passed = lambda: self.passed(waiting)
         waiting.until_passed = lambda: self.moves(waiting)
+        waiting.reads = waiting
         self.waiting.append(waiting)
         return waiting
 

@@ -632,6 +632,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert sequence.loading == id
         sequence.loading = None
         if not ok:
+            self.copy_before_compute()  # stores of this step may read what it computes over
             for slot in sequence.holding.slots[sequence.n0 // GRID :]:
                 self.write(slot, ["failed"] * len(self.slots.blocks_of(slot)))
             return
