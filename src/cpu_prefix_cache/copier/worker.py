@@ -205,11 +205,15 @@ class CopyWorker:
         begun = [copy for copy in stores if copy.submission.set_running_or_notify_cancel()]
         if not begun:
             return
+        event: Event | None = None
         try:
             with self._copier.awaiting_stores():
                 event = self._copier.submit(Direction.STORE, _joined(begun), begun[0].after)
             self._copier.hold_compute(event.reads)
         except BaseException as error:
+            if event is not None:
+                with suppress(Exception):
+                    event.until_passed()  # once it has failed, others may be given its host blocks
             _refuse(begun, error)
             if not isinstance(error, Exception):
                 raise

@@ -256,6 +256,23 @@ def test_it_can_be_cancelled_while_it_waits_for_a_store(threaded, held):
     assert held.copied == 1
 
 
+def test_a_store_that_compute_cannot_wait_for_fails_once_its_copy_has_ended(worker, copier, monkeypatch):
+    """Others may be given its host blocks then."""
+    ended = []
+
+    class Moving(Passed):
+        def until_passed(self):
+            ended.append(worker.report().failed)
+
+    def refuse(event):
+        raise RuntimeError("no stream can wait")
+
+    monkeypatch.setattr(copier, "submit", lambda *arguments: Moving())
+    monkeypatch.setattr(copier, "hold_compute", refuse)
+    worker.run(StepPlan(0, (TransferPlan(0, Direction.STORE, COPIES, 0, holds_compute=True),)))
+    assert worker.report().failed == {0} and ended == [frozenset()]
+
+
 def test_a_store_that_ended_long_ago_holds_nothing_up(threaded, held):
     threaded.run(StepPlan(0, (LOAD_AFTER,)))
     assert held.began.acquire(timeout=10)
