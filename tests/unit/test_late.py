@@ -82,6 +82,38 @@ def test_chunks_are_stored_when_computed_while_all_that_the_device_has_alone_wou
     assert on_host(story, "wxyz", "k") == ["wxyz"]
 
 
+def test_chunks_behind_a_beginning_that_the_host_has_are_stored_when_computed():
+    story = Story(ample=True)
+    for prompt in ("ab", "uvwxyz"):
+        story.run(prompt)
+        story.reports(story.steps().transfers)
+    story.run("abcd")  # computes "ab" anew
+    (store,) = story.steps().transfers
+    assert len(store.copies[0].device_blocks) == 2
+
+
+def test_chunks_that_leave_the_device_unnoticed_are_duplicates_no_more():
+    story = Story(ample=True)
+    story.run("abcdef")
+    story.reports(story.steps().transfers)
+    assert story.cache.pool.num_duplicates == 6
+    story.starts("uvwxyz", "uvwxyz", load=False)
+    story.cache.invalidated([])  # what is handed out in this step is not looked at
+    story.steps()
+    assert story.cache.pool.num_duplicates == 0
+
+
+def test_a_device_that_was_emptied_alone_leaves_no_duplicates_for_long():
+    story = Story(host=40, ample=True)
+    story.run("abcdef")
+    story.reports(story.steps().transfers)
+    story.device.reset()
+    for prompt in ("uvwxyz", "ghijkl", "mnopqr"):
+        story.run(prompt)
+        story.reports(story.steps().transfers)
+    assert story.cache.pool.num_duplicates <= SLOTS
+
+
 def test_chunks_that_a_request_was_given_are_not_stored_for_it():
     """They were when they were computed, if there was room. Of what it computes, only what the host lacks."""
     story = Story(ample=True)

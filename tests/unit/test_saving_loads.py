@@ -87,7 +87,7 @@ def test_a_load_into_the_blocks_of_one_group_saves_their_chunks():
     cache = CPUPrefixCache(
         HybridChunkPlanner(groups, max_model_len=1_000, grid_tokens=GRID),
         device,
-        host_blocks=64,
+        host_blocks=14,
         **cache_options(offload="lazy", steps=EngineSteps(max_tokens=GRID, ahead_blocks=1)),
     )
 

@@ -18,7 +18,7 @@ right above one another that leave at once, parents first.
 * **Room is ample** while all that the device has and the host has not would find some. Then a chunk is stored when it
   is computed: nothing leaves the host for it before its blocks are handed out, and nothing is stored, and waited for,
   at that time. (H200s, 40 GiB behind 16: eager, which waits for no store, served 9 and 11 % more prompt tokens a
-  second.)
+  second.) What never leaves the device, as a beginning of all prompts, is on both sides then, while pins are below it.
 * **Compute** waits until its step's stores have been read (`TransferPlan.holds_compute`).
 * **Loads** begin after the stores of what they overwrite, large ones portion by portion; where room is scarce most of
   it goes into the host blocks that the load reads (`exchange.py`).
@@ -41,8 +41,8 @@ MOST_REMEMBERED = 4  # times what the device holds: more parents than stores in 
 
 
 class Late(Offload):
-    """Stores what the device hands out, of a model without checkpoints and into a pool that is shared with it. What a
-    request had when it ends or is preempted is handed out later.
+    """Stores what the device hands out, and into ample room what is computed, of a model without checkpoints and into a
+    pool that is shared with it. What a request had when it ends or is preempted is handed out later.
     """
 
     def __init__(self, stores: StorePlanner) -> None:
@@ -75,6 +75,7 @@ class Late(Offload):
 
     def invalidated(self) -> None:
         self._take()
+        self._pool.renew(self._pool.split([*self._taken])[0])
         self._taken.clear()
 
     def reset(self) -> None:
@@ -113,15 +114,17 @@ class Late(Offload):
         self._store_leaving(leaving)
         self._shared.clear()
         self._parents.resolved(self._stores.ledger.resolved_below, MOST_REMEMBERED * self._stores.device_chunks)
-        unnoticed = self._parents.sweep()
-        self._parents.lost += sum(key not in self._stores.ledger.writing for key in self._pool.missing(unnoticed))
+        cached, missing = self._pool.split(self._parents.sweep())  # they left unnoticed
+        self._pool.renew(cached)
+        self._parents.lost += sum(key not in self._stores.ledger.writing for key in missing)
 
     # Details
 
     def _store_computed(self, running: Running, start: int) -> None:
-        """Store its confirmed chunks from `start` on, up to the first that another request's store has covered."""
-        keys = running.keys
-        new = [*takewhile(lambda key: not self._stores.is_covered(key), keys[start : running.confirmed])]
+        """Store its confirmed chunks from `start` on, from the first that the host lacks to the next that it has."""
+        keys, is_covered = running.keys, self._stores.is_covered
+        start += sum(1 for _ in takewhile(is_covered, keys[start : running.confirmed]))
+        new = [*takewhile(lambda key: not is_covered(key), keys[start : running.confirmed])]
         if new:
             self._stores.plan(Chain(keys[start - 1] if start else None, new), running.touch, owner=running.id)
 

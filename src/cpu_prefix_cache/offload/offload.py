@@ -1,7 +1,7 @@
 """Offload: when the chunks of a device are stored on the host.
 
     Eager    as soon as their tokens are confirmed computed (`eager.py`)
-    Late     when the device hands out their blocks (`late.py`)
+    Late     when the device hands out their blocks, or into ample room before (`late.py`)
     Lazy     shortly before that, whole prompts (`lazy.py`)
 
 Events are reported to it, and it plans stores when it is called.

@@ -33,8 +33,8 @@ class QueueDevice(Device):
     """A subclass has five members of one line each; `num_blocks` are all the blocks the engine hands out.
 
     `hands_out_first`: the engine hands out all blocks of a step before `CPUPrefixCache.step` or `HostCache.begin_step`,
-    writes to them after it, and calls `evicted`. Then device and host hold prompts together, and no chunk is stored
-    before it leaves (rule 3).
+    writes to them after it, and calls `evicted`. Then device and host hold prompts together: a chunk is stored
+    when it leaves, or into ample room before (rule 3).
 
     Raises ConfigurationError for a `num_blocks` below 1.
     """

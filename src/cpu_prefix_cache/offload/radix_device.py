@@ -65,8 +65,8 @@ class RadixDevice(Device):
     chunk takes. Page numbers may be given in lists, tensors and arrays, and are returned in lists.
 
     `hands_out_first`: the engine allocates all pages of a step before `CPUPrefixCache.step` or `HostCache.begin_step`,
-    and writes to them after it. Then device and host hold prompts together, and no chunk is stored before it leaves
-    (rule 3).
+    and writes to them after it. Then device and host hold prompts together: a chunk is stored when it leaves, or
+    into ample room before (rule 3).
 
     Raises ConfigurationError for numbers below 1.
     """
