@@ -393,8 +393,9 @@ def test_admission_options_reach_the_cache(start):
 
 
 def test_a_device_that_is_not_full_keeps_what_it_has(start):
-    """Blocks that hold nothing are handed out first, and what was stored does not stand in front of them."""
-    engine = start(offload="lazy", device_blocks=1000)
+    """Blocks that hold nothing are handed out first, and what was stored does not stand in front of them. The host has
+    no room for all that the device holds."""
+    engine = start(offload="lazy", device_blocks=1000, host_blocks=900)
     for prompt in (PROMPT, range(500, 530), PROMPT):
         engine.run(list(prompt))
     statistics = engine.cache.statistics()

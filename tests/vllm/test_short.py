@@ -35,12 +35,12 @@ MODELS = {
 def start(tmp_path):
     """An engine that has PROMPT on the host, and not on the device."""
 
-    def start(**options):
+    def start(others=12, **options):
         engine = Engine(tmp_path, **{"host_blocks": 1000, "slowest": 1, "sync_load_bytes": ANY, **options})
         while engine.cache.pool.statistics().ready < engine.cache.pool.capacity:
             engine.step()
         engine.run(PROMPT)
-        flood(engine)
+        flood(engine, others)
         return engine
 
     return start
@@ -73,7 +73,8 @@ def test_a_part_of_a_hit_that_ends_within_a_chunk_is_not_computed_on(start, monk
 
 
 def test_stores_of_what_it_overwrites_come_first(start):
-    engine = start(offload="lazy")
+    """The host has no room for all that the device holds: so nothing is stored before it leaves."""
+    engine = start(offload="lazy", others=6, host_blocks=40)
     engine.submit(PROMPT)
     stores = engine.counts["stores of what a load overwrites"]
     engine.step()
