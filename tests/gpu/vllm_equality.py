@@ -8,6 +8,7 @@ Each model is run by engines in processes of their own:
 
     kept           no connector, and a device that keeps everything
     lazy, eager    a device of a few prompts: they have left it when they come again
+    at hand-out    lazy, as where the host has no ample room
     damaged GROUP  the control, for each group: one block of it is overwritten after each load
     damaged drafter    with a drafter, the control of its own layer: what it loads is overwritten
     pool           the second of two engines on the pool of a keeper, without a drafter: its first answers come from
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import keeper
+from cpu_prefix_cache.offload.late import Late
 from tests.gpu.drafters import DRAFTERS, speculative
 from tests.vllm import models
 from tests.vllm.models import initialise, some_tokens
@@ -51,7 +53,8 @@ DAMAGED_DRAFTER = "damaged drafter"
 PIN_SECONDS = 5
 POOL = "pool "  # and the path of the keeper's socket
 ROOM = 200  # tokens that a request may have beyond a prompt: the smallest device must hold that many
-HOST_BYTES = 4 << 30
+HOST_BYTES = 4 << 30  # ample room: lazy stores what is computed
+AT_HAND_OUT = "at hand-out"
 SIZES = {name: size for name, size in models.SIZES.items() if name != "head_dim"}
 SIZES |= dict(hidden_size=256, intermediate_size=512)
 # name -> what transformers calls its configuration, what is not as in SIZES, device blocks, tokens of a prompt, and
@@ -159,6 +162,8 @@ def answers(name: str, folder: str, variant: str, ranks: int, dcp: int, codec: s
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
+    if variant == AT_HAND_OUT:
+        Late._store_computed = lambda *_: None
     *_, device_blocks, length, options = MODELS[name]
     module, extra = "connector.vllm", dict[str, Any](cpu_bytes_to_use=HOST_BYTES, codec=codec)
     if method := drafter_of(name):
@@ -169,7 +174,7 @@ def answers(name: str, folder: str, variant: str, ranks: int, dcp: int, codec: s
     elif variant.startswith(POOL):
         extra = dict(pool=f"unix:{variant.removeprefix(POOL)}", codec=codec)
     else:
-        extra["offload"] = variant
+        extra["offload"] = "lazy" if variant == AT_HAND_OUT else variant
     if variant != "kept":
         options = options | dict(
             kv_transfer_config=dict(
@@ -316,7 +321,7 @@ def check(name: str, folder: Path, ranks: Ranks, at_once: int, codec: str) -> in
             return pool.submit(run, name, folder, variant, ranks, codec)
 
         kept = start("kept")
-        started = {variant: start(variant) for variant in ("lazy", "eager")}
+        started = {variant: start(variant) for variant in ("lazy", AT_HAND_OUT, "eager")}
         if not drafter_of(name):
             started["pool"] = pool.submit(second_on_a_pool, name, folder, ranks, codec)
         lazy = started["lazy"].result()

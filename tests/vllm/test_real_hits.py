@@ -10,6 +10,7 @@ import random
 import pytest
 
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.offload.late import Late
 from tests.vllm.models import MODELS, some_tokens
 from tests.vllm.real_cache import BLOCKS, GROUPS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests.vllm.real_engine import BLOCK, TOLERANCE, Answer, RealEngine, cold_answers, differences
@@ -42,6 +43,18 @@ WAYS = {
     [(model, way) for model in MODELS for way in WAYS if model != "qwen3" or way in ("lazy", "eager")],
 )
 def test_loaded_blocks_are_as_good_as_computed_ones(model, way):
+    check_three_answers(model, way)
+
+
+@on_any("llama", "qwen3")
+@pytest.mark.parametrize("way", ["lazy", "lazy asynchronous"])
+def test_blocks_that_were_stored_at_hand_out_are_as_good_as_computed_ones(model, way, monkeypatch):
+    """As where the host has no room for all that the device holds."""
+    monkeypatch.setattr(Late, "_store_computed", lambda *_: None)
+    check_three_answers(model, way)
+
+
+def check_three_answers(model, way):
     with CachedEngine(folder_of(model), **WAYS[way]) as engine:
         computed = answer_in_pairs(engine, PROMPTS)
         engine.flood()
