@@ -67,8 +67,7 @@ class Late(Offload):
 
     def committed(self, keys: Sequence[bytes]) -> None:
         """Some are on the device still, or again."""
-        here = self._pool.find_all(key for key in reversed(keys) if key in self._parents)
-        self._pool.duplicated(node for node in here if node is not None)
+        self._pool.duplicated(self._pool.split([key for key in reversed(keys) if key in self._parents])[0])
 
     def loaded(self, keys: Sequence[bytes], nodes: Sequence[int]) -> None:
         self._pool.duplicated(reversed(nodes))
