@@ -7,9 +7,10 @@
             and one store at a time. The ranks see an end when they have launched a step, and report it when it is over
     null    the same hits, and copies take no time: the bound
 
-Time is virtual. A step takes BASE_SECONDS and PREFILL_SECONDS a token, as one H200 took with Llama 8B's shape; two are
-under way at a time, as with asynchronous scheduling. `--kept` is the share of its bytes in which a block crosses (.766:
-coded), `--link` the GB/s of each direction. It is for comparisons of what waits for what, not for rates of a machine.
+Time is virtual. A step takes the GPU and the processor what it took on one H200 with Llama 8B's shape and vLLM 0.33
+(`step_report`); two are under way at a time, as with asynchronous scheduling. `--kept` is the share of its bytes in
+which a block crosses (.766: coded), `--link` the GB/s of each direction. It is for comparisons of what waits for what,
+not for rates of a machine.
 """
 
 import argparse
@@ -27,8 +28,11 @@ from benchmarks.vllm.vllm_engine import tokens_of
 from connector.vllm.messages import StepMetadata, WorkerReports
 from cpu_prefix_cache.deciding import Direction, RankReport, TransferPlan
 
-BASE_SECONDS, PREFILL_SECONDS = 0.0088, 29e-6
-SCHEDULE_SECONDS, LAUNCH_SECONDS, IDLE_SECONDS, UPDATE_SECONDS = 0.0012, 0.004, 0.0015, 0.0006
+# Of the GPU: a step that only decodes, one with prompts, and each of its tokens; of the processor: a launch of either.
+DECODE_SECONDS, PREFILL_SECONDS, TOKEN_SECONDS = 0.009, 0.028, 22.3e-6
+LAUNCH_SECONDS, LAUNCH_PREFILL_SECONDS = 0.0013, 0.041
+KERNEL_SECONDS = 0.002  # from the begin of a launch to its first kernel, and from its end to that of its last
+SCHEDULE_SECONDS, IDLE_SECONDS, UPDATE_SECONDS = 0.0012, 0.0015, 0.0006
 MODELS = {"llama": vllm_simulated.LLAMA, "hybrid": vllm_simulated.HYBRID}
 LINK_GB_PER_SECOND = 50.0  # of each direction, with both in use
 PORTION_SECONDS = 0.0013  # of a load that goes in portions with stores
@@ -82,9 +86,10 @@ class Machine:
     def _after(self, transfer: TransferPlan) -> float:
         return self._computed_before if transfer.is_early else self.computed
 
-    def compute(self, tokens: int, begins: float) -> float:
+    def compute(self, seconds: float, begins: float, launched: float) -> float:
+        """The end of a step that takes the GPU so long, may begin then, and was launched by then."""
         self._computed_before = self.computed
-        self.computed = max(begins, self.computed) + BASE_SECONDS + PREFILL_SECONDS * tokens
+        self.computed = max(max(begins, self.computed) + seconds, launched + KERNEL_SECONDS)
         return self.computed
 
     def look(self, metadata: StepMetadata, now: float) -> KVConnectorOutput:
@@ -152,8 +157,14 @@ class Serving:
         self.now += SCHEDULE_SECONDS
         metadata, tokens = output.kv_connector_metadata, output.total_num_scheduled_tokens
         may_compute = self.machine.begin(metadata, self.now)
-        self.now += LAUNCH_SECONDS if tokens else IDLE_SECONDS
-        end = self.machine.compute(tokens, max(self.now, may_compute)) if tokens else self.now
+        has_prompts = tokens > len(output.num_scheduled_tokens)
+        begins = max(self.now + KERNEL_SECONDS, may_compute)
+        if tokens:
+            self.now += LAUNCH_PREFILL_SECONDS if has_prompts else LAUNCH_SECONDS
+            seconds = PREFILL_SECONDS + TOKEN_SECONDS * tokens if has_prompts else DECODE_SECONDS
+            end = self.machine.compute(seconds, begins, self.now)
+        else:
+            end = self.now = self.now + IDLE_SECONDS
         self.steps += tokens > 0
         ids = list(output.num_scheduled_tokens)
         sampled = [[] if self._engine.scheduler.requests[id].is_prefill_chunk else [7] for id in ids]
