@@ -25,6 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from benchmarks.vllm import serve_trace, vllm_simulated
 from benchmarks.vllm.vllm_engine import tokens_of
+from connector.vllm.ended_loads import EndedLoads
 from connector.vllm.messages import StepMetadata, WorkerReports
 from cpu_prefix_cache.deciding import Direction, RankReport, TransferPlan
 
@@ -51,6 +52,8 @@ class Machine:
         self._failed: set[int] = set()
         self._waiting: dict[int, str] = {}  # loads, and their requests
         self._named: set[int] = set()  # loads that vLLM was told of before their end
+        self._now = 0.0
+        self._reported = EndedLoads(lambda: self._now)
         self._free = dict.fromkeys(Direction, 0.0)
         self.computed = self._computed_before = 0.0  # the ends of the last two steps
         self.latencies: list[float] = []  # of loads, from their plan to their end
@@ -99,15 +102,18 @@ class Machine:
         left = self._waiting.keys() - self._done - self._failed
         soon = set() if metadata.computes else {id for id in left if self._ends[id] - now < SOON_SECONDS}
         self._named |= soon
-        over = {id: self._waiting.pop(id) for id in self._waiting.keys() & (self._done | self._failed | soon)}
+        self._now = now
+        for id in sorted(self._waiting.keys() & (self._done | self._failed | soon)):
+            self._reported.add(self._waiting.pop(id), failed=id in self._failed)
+        received, failing = self._reported.take(more=metadata.computes and bool(self._waiting))
         for id in ended:
             del self._ends[id]
         rate = 1 / self._scale if self._scale else None
         done, failed = frozenset(self._done - self._failed), frozenset(self._failed)
         report = RankReport(0, done, failed, ready_blocks=self._host_blocks, load_bytes_per_second=rate)
         return KVConnectorOutput(
-            finished_recving=set(over.values()) or None,
-            failed_recving={request for id, request in over.items() if id in failed},
+            finished_recving=received or None,
+            failed_recving=failing,
             kv_connector_worker_meta=WorkerReports((report,), metadata.timed, prepared=(0,)),
         )
 

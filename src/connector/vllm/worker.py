@@ -3,7 +3,7 @@
     vLLM's call                  here
     register_kv_caches           binds the tensors and maps the host region; pins nothing yet
     bind_connector_metadata      starts the step's plan, after the GPU work that was launched before
-    get_transfer_results         the requests whose loads have ended on this rank, each once, however they ended
+    get_transfer_results         requests whose loads have ended on this rank, each once, however they ended
     build_connector_worker_meta  what this rank has to report to the scheduler half
 
 A step's plan starts before its forward pass: its stores read what earlier steps computed. vLLM zeroes new blocks before
@@ -24,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connector.common.deadlines import LOAD_SECONDS
+from connector.vllm.ended_loads import EndedLoads
 from connector.vllm.groups import planned_group_ids
 from connector.vllm.messages import StepMetadata, WorkerReports
 from connector.vllm.metrics import CacheStats, TierMoves, TransferTimes
@@ -75,6 +76,7 @@ class WorkerHalf:
         self._tier_moves = TierMoves()
         self._waiting: dict[int, str] = {}  # load in flight -> its request
         self._unplanned: set[int] = set()  # of these, the loads that are in no plan
+        self._ended = EndedLoads()
         # Loads can be announced early only if compute first reads their blocks after `begin`. That is not so where vLLM
         # copies states, or blocks that were hit in part: it does that before `bind_connector_metadata`.
         self._announces = not settings.planner.has_checkpoints and settings.hashes_per_chunk == 1
@@ -174,7 +176,9 @@ class WorkerHalf:
             self._tier.run(metadata.tier)
 
     def results(self) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended on this rank since the last call, and those of them that failed."""
+        """Requests whose loads have ended on this rank, each once, and those of them that failed. A step that computes
+        may leave some to a later one (`ended_loads.py`).
+        """
         if self._worker is None or self._share is None:
             return set(), set()
         if not self._computes:
@@ -185,15 +189,12 @@ class WorkerHalf:
         ended = report.done | report.failed | self._unplanned
         over = [id for id in self._waiting if id in ended or id in report.late]
         over += [id for id in self._waiting if id in soon and id not in over]
-        received: set[str] = set()
-        failed: set[str] = set()
         for id in over:
-            request = self._waiting.pop(id)
-            received.add(request)
-            if id not in report.done and id not in soon:
+            request, has_failed = self._waiting.pop(id), id not in report.done and id not in soon
+            if has_failed:
                 logger.warning("load %d for request %s failed; its tokens are computed again", id, request)
-                failed.add(request)
-        return received, failed
+            self._ended.add(request, failed=has_failed)
+        return self._ended.take(more=self._computes and bool(self._waiting))
 
     def reports(self) -> WorkerReports | None:
         """Reports on what this rank has finished. None in a step that computes and is not timed, if nothing is new."""
