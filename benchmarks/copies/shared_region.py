@@ -5,7 +5,8 @@
 For each number of GPUs, that many processes, one for each GPU, map one file in memory, and each has a region of its own
 beside it, both pinned. All copy at the same time, in rounds that take turns between the two regions: loads, stores and
 both at once, of blocks in fragments of 32 KiB, which cross a ring, and of blocks in one piece of 2 MiB, which cross
-directly. Host blocks are at random. First each process reads back what it has written to slots that no other has.
+directly. Host blocks are at random, and no two processes have one in common, as a keeper gives a slot to one writer.
+First each process reads back what it has written.
 
 Bar: 98 % of the private region's rate, summed over the GPUs. GB is 1e9 bytes; rates are medians over the rounds.
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import sys
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -25,12 +27,12 @@ import torch
 from benchmarks.common import environment
 from benchmarks.copies.copies import GIB, KIB, LOAD, MIB, POISON, STORE, sustained
 from benchmarks.copies.copy_methods import DEVICE, Scene, Staged
-from cpu_prefix_cache.deciding import GroupCopy
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.mapping import make_shared, map_shared
 
 BAR = 0.98
 ROUNDS = 7
+CHECKED = 16  # blocks, whose bytes are compared
 TRANSFER = 256 * MIB
 BLOCKS = {"32 KiB": (32 * KIB, 64), "2 MiB": (2 * MIB, 1)}  # bytes of a fragment, and fragments of a block
 WAYS = {"load": (LOAD,), "store": (STORE,), "both": (LOAD, STORE)}
@@ -38,8 +40,8 @@ SHARED, PRIVATE = "shared", "private"
 Rates = dict[str, list[float]]  # by block, way and region: GB/s in each round
 
 
-def copying(gpu: int, file: int, num_bytes: int, together: Barrier, results: Any) -> None:
-    """The process of one GPU, which is device 0 to it."""
+def copying(gpu: int, gpus: int, file: int, num_bytes: int, together: Barrier, results: Any) -> None:
+    """The process of one GPU of so many, which is device 0 to it."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     arenas = {SHARED: arena(num_bytes, file), PRIVATE: arena(num_bytes)}
     rates: Rates = {}
@@ -49,7 +51,10 @@ def copying(gpu: int, file: int, num_bytes: int, together: Barrier, results: Any
             name: Scene(each, each.blocks.view(-1), fragment, count, TRANSFER, "random")
             for name, each in arenas.items()
         }
-        right &= round_trip(scenes[SHARED], gpu, together)
+        for scene in scenes.values():
+            own = range(gpu, len(scene.host), gpus)
+            scene.host_blocks = random.Random(gpu).sample(own, scene.num_blocks)
+        right &= round_trip(scenes[SHARED], together)
         methods = {name: Staged(scene) for name, scene in scenes.items()}
         for way, directions in WAYS.items():
             for at in range(ROUNDS + 1):  # the first warms up
@@ -71,11 +76,10 @@ def arena(num_bytes: int, file: int | None = None) -> HostArena:
     return made
 
 
-def round_trip(scene: Scene, gpu: int, together: Barrier) -> bool:
+def round_trip(scene: Scene, together: Barrier) -> bool:
     """Whether bytes come back into poisoned memory, and one that is damaged on the host is noticed."""
-    copier, slots = scene.copier(), 16
-    copies = [copy_of(scene, [gpu * slots + at for at in range(slots)])]
-    wanted = [tensor[scene.device_blocks[:slots]] for tensor in scene.tensors]
+    copier, copies = scene.copier(), scene.copies(CHECKED * scene.block_bytes)
+    wanted = [tensor[scene.device_blocks[:CHECKED]] for tensor in scene.tensors]
     together.wait()
     copier.copy(STORE, copies)
     together.wait()  # others have written beside
@@ -85,14 +89,10 @@ def round_trip(scene: Scene, gpu: int, together: Barrier) -> bool:
             tensor.fill_(POISON)
         copier.copy(LOAD, copies)
         pairs = zip(scene.tensors, wanted, strict=True)
-        seen.append(all(torch.equal(tensor[scene.device_blocks[:slots]], rows) for tensor, rows in pairs))
-        scene.host[gpu * slots, -1] ^= 1
+        seen.append(all(torch.equal(tensor[scene.device_blocks[:CHECKED]], rows) for tensor, rows in pairs))
+        scene.host[scene.host_blocks[0], -1] ^= 1
     together.wait()
     return seen == [True, False]
-
-
-def copy_of(scene: Scene, slots: list[int]) -> GroupCopy:
-    return GroupCopy(0, tuple(slots), tuple(scene.device_blocks[: len(slots)]))
 
 
 def measured(gpus: int, num_bytes: int) -> tuple[bool, dict[str, float]]:
@@ -100,7 +100,9 @@ def measured(gpus: int, num_bytes: int) -> tuple[bool, dict[str, float]]:
     context = multiprocessing.get_context("fork")  # descriptors stay; nobody has touched CUDA here
     file, region = make_shared(num_bytes)
     together, results = context.Barrier(gpus), context.Queue()
-    copiers = [context.Process(target=copying, args=(gpu, file, num_bytes, together, results)) for gpu in range(gpus)]
+    copiers = [
+        context.Process(target=copying, args=(gpu, gpus, file, num_bytes, together, results)) for gpu in range(gpus)
+    ]
     for copier in copiers:
         copier.start()
     answers = [results.get(timeout=300) for _ in copiers]
