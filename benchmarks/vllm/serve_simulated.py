@@ -128,7 +128,7 @@ class Serving:
         self, shares: list[list[serve_trace.Request]], folder: Path, args: argparse.Namespace, kept: float
     ) -> None:
         sizes = vllm_simulated.Sizes(args.device_blocks, args.host_blocks)
-        ours, model = (vllm_simulated.OURS, {"offload": args.offload}), MODELS[args.model]
+        ours, model = (vllm_simulated.OURS, {"offload": args.offload, "policy": args.policy}), MODELS[args.model]
         self._engine = vllm_simulated.Engine(ours, folder, sizes, model=model)
         self._half = self._engine.scheduler.connector.scheduler
         self._half.clock = lambda: self.now
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--connectors", nargs="+", choices=["ours", "null"], default=["null", "ours"])
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--offload", choices=["lazy", "eager"], default="lazy")
+    parser.add_argument("--policy", default="lru")
     parser.add_argument("--users", type=int, default=24)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--block-tokens", type=int, default=64)

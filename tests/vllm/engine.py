@@ -65,6 +65,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from connector.vllm.ended_loads import EndedLoads
 from connector.vllm.groups import planner_for, sharers_of
 from connector.vllm.messages import WorkerReports
 from connector.vllm.metrics import TransferTimes
@@ -535,6 +536,10 @@ class FakeRank:
     times: TransferTimes = field(default_factory=TransferTimes)
     done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
+    polls: int = 0
+
+    def __post_init__(self) -> None:
+        self.ended = EndedLoads(lambda: self.polls * STEP_SECONDS)
 
     def prepare(self, output: object) -> None:
         """Do what a worker does with blocks before it looks at a step's plan."""
@@ -639,7 +644,7 @@ class FakeRank:
 
     def poll(self) -> KVConnectorOutput:
         """Let time pass: finish what is due. A report may be lost, as the next one repeats it; a request id may not."""
-        received, failed = set(), set()
+        self.polls += 1
         for id, copy in list(self.copies.items()):
             copy.steps_left -= 1
             copy.steps += 1
@@ -647,14 +652,11 @@ class FakeRank:
                 continue
             ok = self._end(id)
             if id in self.waits_for:
-                request = self.waits_for.pop(id)
-                received.add(request)
-                if not ok:
-                    failed.add(request)
+                self.ended.add(self.waits_for.pop(id), failed=not ok)
         self._begin_held()
         for request in (self.waits_for.pop(id) for id in self.waits_for.keys() - self.copies.keys() - self.held.keys()):
-            received.add(request)  # no plan had its load
-            failed.add(request)
+            self.ended.add(request, failed=True)  # no plan had its load
+        received, failed = self.ended.take(more=self.computes and bool(self.waits_for))
         self.ready = min(self.host_blocks, self.ready + 16)
         report = RankReport(self.rank, frozenset(self.done), frozenset(self.failed), self.ready)
         prepared = (self.rank,) if self.ready == self.host_blocks else ()
