@@ -206,6 +206,7 @@ def test_a_pool_that_is_full_goes_on(tmp_path):
             one.stores(chr(500 + number) + "abc")
             two.stores(chr(510 + number) + "abc")
         assert one.serves(chr(529) + "abc") == 4
+        assert one.serves(chr(500) + "abc") == 0, "more slots than the keeper was given memory for"
 
 
 def test_an_engine_that_ends_leaves_what_it_has_stored(keeper):
