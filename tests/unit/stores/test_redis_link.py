@@ -63,6 +63,19 @@ def test_a_link_without_a_login_sends_nothing_first(server):
     assert kept[0].recv(1000) == b"first"
 
 
+def test_a_link_connects_to_the_socket_file_of_a_url(tmp_path):
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        link = Link(parse_redis_url(f"unix://{path}"))
+        link.until(soon()).send(b"first")
+        accepted, _ = listening.accept()
+        with closing(accepted):
+            assert accepted.recv(1000) == b"first"
+        link.close()
+
+
 def test_bytes_beyond_an_answer_break_the_silence(server):
     """It may have come with the answer, or lie in the socket still."""
     thread, kept = answers(server, b"+OK\r\n")
