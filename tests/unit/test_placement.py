@@ -69,6 +69,15 @@ def test_a_prompt_is_found_where_its_state_was_kept(engine):
     assert free_blocks(engine) == NUM_BLOCKS - 4
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(48, 48), (49, 0)])
+def test_a_prompt_resumes_behind_so_many_tokens_or_from_its_beginning(engine, tokens, length):
+    computed(engine, 48)
+    with place(engine) as prompt:
+        prompt.begin_behind(tokens)
+        assert prompt.length == length and len(prompt.blocks()) == length // GRID
+    assert free_blocks(engine) == NUM_BLOCKS - 4
+
+
 def test_a_state_is_kept_once(engine):
     computed(engine, 48)
     computed(engine, 48)
