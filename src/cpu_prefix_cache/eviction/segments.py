@@ -53,7 +53,7 @@ class Segment(Linked):
     def __init__(self, keys: Sequence[bytes], start: int, stop: int) -> None:
         self.length = stop - start
         self.first, self.last = keys[start], keys[stop - 1]
-        self.last_but_one = keys[stop - 2] if self.length > 1 else b""
+        self.last_but_one = keys[stop - 2] if self.length > 1 else b""  # no key is empty
         self.resident = 0
         self.deepest = NONE
         self.use: Use = NEVER
@@ -168,7 +168,7 @@ class Segments:
         if common < here or common == left:
             return common
         length = segment.length
-        if left >= length - 1 and length > 1 and keys[at + length - 2] == segment.last_but_one:
+        if left >= length - 1 and keys[at + length - 2] == segment.last_but_one:
             return length - 1
         return max(1, common)
 
