@@ -705,6 +705,30 @@ def test_a_number_without_the_files_of_the_region_is_refused(served):
     assert connected.recv(1 << 16) == encoded(Message(Kind.RAN, 1, (0, 0)))
 
 
+def test_an_engine_that_reads_its_answers_late_gets_all_of_them(served, monkeypatch):
+    """More than its socket holds: the rest waits in the keeper."""
+    monkeypatch.setattr(Server, "_milliseconds", 10)  # to wait for what comes next
+    server, connected = served
+    connected.sendall(HELLO)
+    server.step()
+    connected.recv(1 << 16)
+    asked, answered, received = range(2_000), [], Received()
+    for id in asked:
+        connected.sendall(encoded(Message(Kind.RUN, id, (0,), (b"k" * 32,))))
+        server.step()
+    connected.settimeout(0)
+
+    def has_all():
+        server.step()
+        with contextlib.suppress(BlockingIOError):
+            received.feed(connected.recv(1 << 16))
+        answered.extend(message.id for message in received)
+        return len(answered) == len(asked)
+
+    wait_until(has_all)
+    assert answered == [*asked]
+
+
 def test_the_keeper_imports_neither_torch_nor_a_gpu(keeper):
     maps = Path(f"/proc/{keeper.process.pid}/maps").read_text()
     assert "python" in maps
