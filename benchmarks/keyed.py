@@ -47,7 +47,7 @@ def main() -> None:
 
 def keyed(groups: Sequence[PrefixGroup | WindowGroup | StateGroup], count: int, times: int) -> tuple[float, float]:
     """Microseconds of a lookup, and of each key of a put with its commit."""
-    cache = KeyedCache(KeyPlanner(groups), host_blocks=4 * count)
+    cache = KeyedCache(KeyPlanner(groups, chunk_tokens=None, in_pages=False), host_blocks=4 * count)
     sides = [list(range(min(count, 64))), [0]][: len(groups) - 1]
     blocks = given(cache.planner, count, [list(range(count)), *sides])
 

@@ -30,7 +30,7 @@ class KeyPlanner(HybridChunkPlanner):
     Raises ConfigurationError as HybridChunkPlanner, and for prefix groups that look ahead.
     """
 
-    def __init__(self, groups: Sequence[Group], *, chunk_tokens: int | None = None, in_pages: bool = False) -> None:
+    def __init__(self, groups: Sequence[Group], *, chunk_tokens: int | None, in_pages: bool) -> None:
         super().__init__(groups, max_model_len=ANY_LENGTH, grid_tokens=chunk_tokens, in_pages=in_pages)
         self.chunk_groups = [at for at, piece in enumerate(self.pieces) if piece.in_chunk]
         self.side_groups = self._checkpoint_groups
