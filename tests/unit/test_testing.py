@@ -235,8 +235,9 @@ class HandsOutNull(SmallEngine):
     ],
 )
 def test_a_fault_is_found_and_named(device, told):
+    """Stories depend on the modules that are imported: the rarest fault takes 286 or 935 of them."""
     with pytest.raises(AssertionError, match=told):
-        check_device(lambda: device(7), examples=1_000, shrink=False)
+        check_device(lambda: device(7), examples=10_000, shrink=False)
 
 
 def test_a_hold_may_be_of_nothing():
