@@ -485,9 +485,8 @@ class BlockPool:
         """
         self._policy.evict(0, keys)  # it learns of them
         nodes = self._nodes.new_numbers(len(chunks))
-        for node, chunk in zip(nodes, chunks, strict=True):
-            self._duplicates.forget((chunk,))
-            self._nodes.chunks.give((node,), self._empty(chunk))
+        self._duplicates.forget(chunks)
+        self._nodes.chunks.give(nodes, self._empty(chunks))
         self._nodes.move(nodes, FREE, WRITING)
         self._policy.announced(nodes)
         return nodes
@@ -553,8 +552,8 @@ class BlockPool:
         which are free then.
         """
         self._policy.retired(written)
-        for chunk, number in zip(absent, written, strict=True):
-            self._nodes.chunks.give((chunk,), self._nodes.chunks.take((number,)))
+        self._nodes.chunks.give(absent, self._nodes.chunks.take(written))
+        for number in written:
             self._nodes.state[number] = FREE
         self._nodes.put_back(written)
         self._nodes.move(absent, WRITING, CACHED)
@@ -742,18 +741,18 @@ class BlockPool:
 
     def _evict_duplicates(self, short: int) -> list[int]:
         """Free up to `short` blocks of duplicates that no pin protects. Their chunks are absent then."""
-        freed: list[int] = []
-        for chunk in self._duplicates.victims(-(-short // self.shape.blocks_per_chunk)):
-            freed += self._empty(chunk)
-            self._prune_absent((chunk,))
+        victims = self._duplicates.victims(-(-short // self.shape.blocks_per_chunk))
+        freed = self._empty(victims)
+        self._prune_absent(victims)
         return freed
 
-    def _empty(self, chunk: int) -> list[int]:
-        """Make a cached chunk absent. The blocks that it had."""
-        self._evictions.total += 1
-        self.resume_points.lost((chunk,))
-        self._nodes.state[chunk] = ABSENT
-        return self._nodes.empty((chunk,), CACHED)
+    def _empty(self, chunks: Sequence[int]) -> list[int]:
+        """Make cached chunks absent. The blocks that they had."""
+        self._evictions.total += len(chunks)
+        self.resume_points.lost(chunks)
+        for chunk in chunks:
+            self._nodes.state[chunk] = ABSENT
+        return self._nodes.empty(chunks, CACHED)
 
     def _prune_absent(self, chunks: Iterable[int]) -> None:
         """Take out those of these chunks, and then of their ancestors, that are absent and have nothing below them."""

@@ -56,8 +56,9 @@ class ChunkBlocks:
         """Take the blocks of chunks, which have none any more."""
         width, further = self._width, self._further
         blocks = [block for block in self.of(chunks) if block != NONE]
+        none = array("i", [NONE]) * width
         for chunk in chunks if self._by_number else ():
-            further[chunk * width : (chunk + 1) * width] = array("i", [NONE]) * width
+            further[chunk * width : (chunk + 1) * width] = none
         for block in blocks if self._chunk else ():
             self._chunk.pop(block, None)
         return blocks
