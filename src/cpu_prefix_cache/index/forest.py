@@ -160,7 +160,15 @@ class Forest:
         return [*held]
 
     def remove_run(self, run: Sequence[int]) -> None:
-        """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last."""
+        """`take_out`, and log them as departed."""
+        gone = self.take_out(run)
+        if self.departed is not None:
+            self.departed.update(zip(gone, run, strict=True))
+
+    def take_out(self, run: Sequence[int]) -> list[bytes]:
+        """Take out unpinned chunks, deepest first: a childless one, then each the parent of no other but the last.
+        Their keys.
+        """
         keys, child, shards = self.key, self.child, self._shards
         if child[run[0]] != NONE:
             raise InternalError(f"block {run[0]} has {self.num_children(run[0])} children and cannot leave (rule 3)")
@@ -175,10 +183,9 @@ class Forest:
         for block in run:
             keys[block] = None
             child[block] = NONE
-        if self.departed is not None:
-            self.departed.update(zip(gone, run, strict=True))
         self._count -= len(run)
         self.pins.left(run)
+        return gone
 
     def withdraw(self, block: int) -> None:
         """Take the key of one chunk away. It stays linked until `prune`."""

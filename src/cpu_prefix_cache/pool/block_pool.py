@@ -729,9 +729,9 @@ class BlockPool:
             victims = self._policy.evict(count, keys)
             if self._notes.are_taken:
                 self._notes.update({key: self.blocks_of((node,)) for key, node in self.take_departed().items()})
-            above = {self._forest.parent[victim] for victim in victims} if self.shape.is_shared else ()
             freed += self._dissolve_evicted(victims)
-            self._prune_absent(above)
+            if self.shape.is_shared:
+                self._prune_absent(map(self._forest.parent.__getitem__, victims))
             if count and not victims:
                 break
             keys = ()
@@ -756,29 +756,27 @@ class BlockPool:
 
     def _prune_absent(self, chunks: Iterable[int]) -> None:
         """Take out those of these chunks, and then of their ancestors, that are absent and have nothing below them."""
+        state, parents, child, pins = self._nodes.state, self._forest.parent, self._forest.child, self._forest.pins
         for chunk in chunks:
-            while self._nodes.state[chunk] == ABSENT and not (
-                self._forest.child[chunk] != NONE or chunk in self._forest.pins
-            ):
-                self._evictions.left(chunk)
-                self._policy.removed(chunk)
-                self._forest.withdraw(chunk)
-                above = self._unlink(chunk)
-                self._dissolve((chunk,), ABSENT)
-                chunk = above
+            run, below = list[int](), NONE
+            while state[chunk] == ABSENT and child[chunk] == below and chunk not in pins:
+                run.append(chunk)
+                below, chunk = chunk, parents[chunk]
+            if run:
+                self._evictions.left(run)
+                for node in run:
+                    self._policy.removed(node)
+                self._forest.take_out(run)
+                self._bare(chunk)
+                self._dissolve(run, ABSENT)
 
     def _dissolve_evicted(self, victims: Sequence[int]) -> list[int]:
-        cached = [node for node in victims if self._nodes.state[node] == CACHED] if self.shape.is_shared else victims
-        if len(cached) == len(victims):
-            self._evictions.evicted(cached)
-        else:
-            for node in victims:  # each after what hung below it
-                if self._nodes.state[node] == ABSENT:
-                    self._evictions.left(node)
-                else:
-                    self._evictions.evicted([node])
-            self._dissolve([node for node in victims if self._nodes.state[node] == ABSENT], ABSENT)
-        return self._dissolve(cached, CACHED)
+        absent = {node for node in victims if self._nodes.state[node] == ABSENT} if self.shape.is_shared else set()
+        self._evictions.evicted(victims, absent)
+        if not absent:
+            return self._dissolve(victims, CACHED)
+        self._dissolve([*filter(absent.__contains__, victims)], ABSENT)
+        return self._dissolve([node for node in victims if node not in absent], CACHED)
 
     # Nodes, and their blocks
 
@@ -824,9 +822,13 @@ class BlockPool:
     def _unlink(self, node: int) -> int:
         """Take a node without a key out of the forest. Returns its parent, or the root."""
         parent = self._forest.prune(node)
+        self._bare(parent)
+        return parent
+
+    def _bare(self, parent: int) -> None:
+        """A node may have lost its last child."""
         if parent != self.root and self.is_placed(parent) and self._forest.child[parent] == NONE:
             self._policy.bared(parent)
-        return parent
 
     def _dissolve(self, nodes: Sequence[int], before: int) -> list[int]:
         """Nodes do not exist any more. Returns the blocks that nothing uses now, which the caller takes or frees."""

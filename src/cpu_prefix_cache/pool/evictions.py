@@ -4,7 +4,7 @@ A hit is noted at the deepest node that it uses. Nodes are evicted after all tha
 passes the note on to its parent, and a node that has none when it is evicted was never part of a hit.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.pool.checkpoints import Checkpoints
@@ -28,22 +28,27 @@ class Evictions:
         """A request is given the prefix that ends at `deepest`."""
         self._hit.add(deepest)
 
-    def evicted(self, nodes: Sequence[int]) -> None:
-        """These nodes leave, each after what hung below it. They still show their parents."""
-        unused = [node for node in nodes if not self.left(node)] if self._hit else nodes
+    def evicted(self, nodes: Sequence[int], absent: Set[int] = frozenset()) -> None:
+        """These nodes leave, each after what hung below it. Of those that are `absent` the place leaves alone."""
+        left = self.left(nodes)
+        unused = [node for node in left if node not in absent] if absent else left
         checkpoints = sum(node in self._checkpoints for node in unused) if self._checkpoints else 0
         self.unused_checkpoints += checkpoints
         self.unused_chunks += len(unused) - checkpoints
-        self.total += len(nodes)
+        self.total += len(nodes) - len(absent)
 
-    def left(self, node: int) -> bool:
-        """This node leaves, or the place of an absent one. Whether it was part of a hit, as its parent then was."""
-        if node not in self._hit:
-            return False
-        self._hit.remove(node)
-        if self._forest.parent[node] != self._forest.root:
-            self._hit.add(self._forest.parent[node])
-        return True
+    def left(self, nodes: Sequence[int]) -> Sequence[int]:
+        """Nodes leave, or their places, each after what hung below it. They still show their parents. Those that were
+        part of no hit; the parents of the others were.
+        """
+        hit, parents, unused = self._hit, self._forest.parent, list[int]()
+        for node in nodes if hit else ():
+            if node in hit:
+                hit.remove(node)
+                hit.add(parents[node])
+            else:
+                unused.append(node)
+        return unused if hit else nodes
 
     def forget(self, nodes: Iterable[int]) -> None:
         """These nodes do not exist any more, and were not evicted."""
