@@ -27,12 +27,13 @@ def partners(
     left = deque((at, chunk) for at, chunk in enumerate(read) if chunk is not None)
     if not left:
         return {}
-    at_block = {block: at * len(read) // len(filled) for at, block in enumerate(filled)}
+    keys = {block: key for key, blocks in saved.items() for block in blocks}
+    overwritten: dict[bytes, int] = {}  # by the chunk of the load that does so first
+    for at, block in enumerate(filled):
+        if block in keys:
+            overwritten.setdefault(keys[block], at * len(read) // len(filled))
     found: dict[bytes, int] = {}
-    overwritten = (
-        (min(at_block[block] for block in blocks if block in at_block), key) for key, blocks in saved.items()
-    )
-    for at, key in sorted(overwritten):
+    for key, at in overwritten.items():
         if left and left[0][0] + lag <= at:
             found[key] = left.popleft()[1]
     return found
