@@ -15,7 +15,7 @@ def test_a_pin_protects_what_is_above_it():
     forest = forest_of([8, 0, 1, 2], [1, 3])
     forest.pin(3)
     assert forest.pins.protected() == {0, 1, 3} and list(forest.pins) == [3]
-    assert forest.pins.is_protected(0) and not forest.pins.is_protected(2)
+    assert forest.pins.protected_among([0, 2]) == {0}
 
 
 def test_two_pins_on_a_node_end_one_by_one():
@@ -23,9 +23,9 @@ def test_two_pins_on_a_node_end_one_by_one():
     forest.pin(0)
     forest.pin(0)
     forest.pins.remove(0)
-    assert forest.pins.count(0) == 1 and forest.pins.is_protected(0)
+    assert forest.pins.count(0) == 1 and forest.pins.protected_among([0]) == {0}
     forest.pins.remove(0)
-    assert 0 not in forest.pins and not forest.pins.is_protected(0)
+    assert 0 not in forest.pins and not forest.pins.protected_among([0])
 
 
 def test_a_pin_on_what_is_being_written_protects_from_when_it_is_linked():

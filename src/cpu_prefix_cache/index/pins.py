@@ -7,7 +7,7 @@ all is walked anew.
 A pin can come before its node is linked, and outlast its key. It protects what is above the node all the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
 
 class Pins:
@@ -63,9 +63,9 @@ class Pins:
         if self._protected:
             self._protected.difference_update(run)
 
-    def is_protected(self, node: int) -> bool:
-        """Whether a pin protects this node now. Amortised O(1) a node, O(nodes protected) once a pin has ended."""
-        return node in self._protected_before() and node in self.protected()
+    def protected_among(self, nodes: Collection[int]) -> Set[int]:
+        """Nodes, of these, that pins protect now. Amortised O(1) a node, O(nodes protected) once a pin has ended."""
+        return frozenset() if self._protected_before().isdisjoint(nodes) else self.protected().intersection(nodes)
 
     def protected(self) -> set[int]:
         """The nodes with a key that pins protect now."""

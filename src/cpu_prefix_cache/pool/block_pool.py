@@ -475,8 +475,8 @@ class BlockPool:
 
     def exchangeable(self, chunks: Sequence[int]) -> list[int | None]:
         """Cached chunks, in their places, whose blocks `exchange` may give away while all are read; None for others."""
-        read = frozenset(chunks)
-        return [None if self._duplicates.is_needed(chunk, read) else chunk for chunk in chunks]
+        needed = self._duplicates.needed(chunks)
+        return [None if chunk in needed else chunk for chunk in chunks]
 
     def exchange(self, chunks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """As many chunks to write to, with the blocks of these cached ones, which the pool beside is reading.

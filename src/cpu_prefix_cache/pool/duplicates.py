@@ -8,7 +8,7 @@
 Without room for it nothing is lost but the store that brings it back; scarcity.py has when that is worth it.
 """
 
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, KeysView, Sequence, Set
 
 from cpu_prefix_cache.index.forest import Forest
 from cpu_prefix_cache.pool.scarcity import Scarcity
@@ -68,16 +68,18 @@ class Duplicates:
         for chunk in self._leaving:
             if len(victims) >= count:
                 break
-            if not self._forest.pins.is_protected(chunk):
+            if not self._forest.pins.protected_among((chunk,)):
                 (kept if self._has_more_below(chunk, self._overlap, ()) else victims).append(chunk)
         for chunk in (*kept, *victims):
             del self._leaving[chunk]
         self._kept.update(kept)
         return victims
 
-    def is_needed(self, chunk: int, read: Collection[int]) -> bool:
-        """Whether a cached chunk has to stay, if those that are `read` leave for the pool beside."""
-        return self._forest.pins.is_protected(chunk) or self._has_more_below(chunk, self._overlap, read)
+    def needed(self, chunks: Sequence[int]) -> Set[int]:
+        """Cached chunks, of these, that have to stay if the others leave for the pool beside."""
+        read = frozenset(chunks)
+        above = {each for each in chunks if self._has_more_below(each, self._overlap, read)} if self._overlap else set()
+        return self._forest.pins.protected_among(read) | above
 
     def _has_more_below(self, chunk: int, levels: int, read: Collection[int]) -> bool:
         """Whether one that only this pool has hangs below, at most so many levels down."""
