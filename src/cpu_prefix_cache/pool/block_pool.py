@@ -43,7 +43,7 @@ The same class is the host pool of the cache and, in an engine that has none of 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from cpu_prefix_cache.eviction import policy_of
@@ -527,12 +527,9 @@ class BlockPool:
         if different < len(nodes) or len(nodes) != len(keys):
             raise MisuseError(f"{different} different blocks were given for {len(keys)} keys")
         self._check_state(nodes, WRITING)
-        absent: list[int] = []  # what is above an absent chunk has its place, so they come first
-        for key in keys if self.shape.is_shared else ():
-            place = self._forest.find(key)
-            if place == NONE or self._nodes.state[place] != ABSENT:
-                break
-            absent.append(place)
+        state, places = self._nodes.state, map(self._forest.find, keys if self.shape.is_shared else ())
+        # They come first, as what is above an absent chunk has its place, too.
+        absent = [*takewhile(lambda node: node != NONE and state[node] == ABSENT, places)]
         if absent:
             self._fill(absent, nodes[: len(absent)])
             parent = absent[-1]
