@@ -193,7 +193,8 @@ def test_windows_of_different_kinds_and_sizes_are_groups_of_their_own():
 def test_each_family_keeps_these_layers_in_these_bytes(family, layers, weight):
     """Bytes of full attention per token, of windows per token, and of all states."""
     past = ModelPast(tiny(family), 1)
-    names = [attention(each) + "s" * bool(each.states) for each in past.layers]
+    with_states = {part.layer for part in past.states.parts}
+    names = [attention(each) + "s" * (at in with_states) for at, each in enumerate(past.layers)]
     assert " ".join(names) == layers
     assert (past.full.row_bytes, sum(each.row_bytes for each in past.locals), past.states.row_bytes) == weight
 

@@ -19,7 +19,8 @@ NOTHING = {"moe", "mlp", "dummy"}  # layers without a past
 
 def taken(kind: str) -> bool:
     layer = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=9)
-    return layers._classify_layer("the layer", layer, kind) != layers.LayerPast()
+    has_states = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
+    return layers.attention_of("the layer", layer, kind) is not None or has_states
 
 
 def test_the_table_has_what_a_past_takes():

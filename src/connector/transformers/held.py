@@ -232,7 +232,10 @@ class Past(DynamicCache):
         """
         self._counts = [] if self.kept.has_attention else [TokenCount()]
         self.layer_class_to_replicate = None  # the model has no other layers
-        self.layers: list[Any] = [*(layer.empty(self._block_tokens - 1) for layer in self.kept.layers), *self._counts]
+        self.layers: list[Any] = [*(layer.make() for layer in self.kept.layers), *self._counts]
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.sliding_window += self._block_tokens - 1
 
     def _set_count(self, tokens: int) -> None:
         for each in self._counts:

@@ -12,9 +12,8 @@ it as one of these would silently give wrong results.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from transformers import DynamicCache, PreTrainedModel, cache_utils
@@ -36,27 +35,22 @@ Local = WindowGroup | ChunkLocalGroup  # of a limited number of past tokens
 Kind = PrefixGroup | Local | StateGroup
 FULL = PrefixGroup(name="attention", block_tokens=1, block_bytes=1)
 STATES = StateGroup(name="state", block_tokens=1, block_bytes=1)
+ATTENTION = {
+    DynamicLayer: FULL,
+    LinearAttentionAndFullAttentionLayer: FULL,
+    LinearAttentionLayer: None,
+    NothingLayer: None,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPast:
-    """The state of one layer: nothing, if all are at their defaults.
+class LayerPast(NamedTuple):
+    """A layer: the kind of its keys and values, if it has some, and transformers' class of it, with its options."""
 
-    `attention` is the kind of its keys and values, `states` its number of (convolution, recurrent) pairs of states, or
-    of those it has room for. `make` makes an empty layer, with other options where some are given.
-    """
-
-    attention: PrefixGroup | Local | None = None
-    states: int = 0
-    make: Callable[..., Any] = field(default=NothingLayer, compare=False)
-
-    def empty(self, more: int) -> Any:
-        """An empty layer. Where it has a window, it keeps so many tokens more."""
-        local = self.attention
-        return self.make(sliding_window=local.window_tokens + more) if isinstance(local, Local) else self.make()
+    attention: PrefixGroup | Local | None
+    make: Callable[[], Any]
 
 
-def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
+def classify(model: PreTrainedModel) -> list[LayerPast]:
     """Sort the layers of `model` by what each keeps. Raises ConfigurationError for a kind that is not known here."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -90,26 +84,21 @@ def classify(model: PreTrainedModel) -> tuple[LayerPast, ...]:
             f"{name} has layers of the kind {error}, which transformers keeps no past for"
         ) from error
     made_of = zip(layers, *get_layer_types_and_kwargs(model.config.get_text_config(decoder=True)), strict=False)
-    return tuple(
-        replace(_classify_layer(f"layer {index} of {name}", layer, kind), make=partial(type(layer), **options))
+    return [
+        LayerPast(attention_of(f"layer {index} of {name}", layer, kind), partial(type(layer), **options))
         for index, (layer, kind, options) in enumerate(made_of)
-    )
+    ]
 
 
-def _classify_layer(place: str, layer: object, kind: str) -> LayerPast:
-    if type(layer) is DynamicLayer:
-        return LayerPast(FULL)
+def attention_of(place: str, layer: object, kind: str) -> PrefixGroup | Local | None:
     if type(layer) is DynamicSlidingWindowLayer:  # transformers' class for both
         local = ChunkLocalGroup if kind == "chunked_attention" else WindowGroup
         tokens = layer.sliding_window
-        return LayerPast(local(name=f"{local.kind}-{tokens}", block_tokens=1, block_bytes=1, window_tokens=tokens))
-    if type(layer) is LinearAttentionLayer:
-        return LayerPast(states=layer.number_of_states)
-    if type(layer) is NothingLayer:
-        return LayerPast()
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return LayerPast(FULL, layer.number_of_states)
-    raise ConfigurationError(
-        f"{place} keeps its past as {type(layer).__name__}, which is not supported; supported are full, sliding-window "
-        "and chunked attention, linear-attention and convolution states, and full attention with states in one layer"
-    )
+        return local(name=f"{local.kind}-{tokens}", block_tokens=1, block_bytes=1, window_tokens=tokens)
+    if type(layer) not in ATTENTION:
+        raise ConfigurationError(
+            f"{place} keeps its past as {type(layer).__name__}, which is not supported; supported are full, "
+            "sliding-window and chunked attention, linear-attention and convolution states, and full attention with "
+            "states in one layer"
+        )
+    return ATTENTION[type(layer)]
