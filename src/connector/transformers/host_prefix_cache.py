@@ -126,7 +126,6 @@ class HostPrefixCache:
         self._reader = InputReader(model, self.max_model_len)
         self._tried: set[str] = set()
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
-        self._interval = checkpoint_interval
         tier = None if below is None else named(below, model)
         self._revisions = Revisions(model, tier)
         self._host = HostCache(
@@ -285,9 +284,7 @@ class HostPrefixCache:
         position 0 computes one by one behind them, up to the last.
         """
         length = max(place.length, prompt.row.behind - 1)
-        kept = self._kv.wanted_boundaries(prompt.keys, place.length, len(prompt.tokens), self._interval)
-        kept.update(self._host.boundaries(prompt.id))
-        boundaries = sorted(each for each in kept if length < each < len(prompt.tokens))
+        boundaries = [each for each in self._host.boundaries(prompt.id) if length < each < len(prompt.tokens)]
         if len(prompt.tokens) - place.length <= PUT_OFF_TOKENS and self._takes_several:
             prompt.put_off = boundaries
             return

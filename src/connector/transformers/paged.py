@@ -55,13 +55,6 @@ class PagedPast(TakenCheckpoints):
     def place(self, keys: Sequence[bytes], tokens: int) -> Placement:
         return Placement(self.pool, self._coordinator, keys, tokens)
 
-    def wanted_boundaries(self, keys: Sequence[bytes], begin: int, tokens: int, interval: int | None) -> set[int]:
-        """Where a prompt is worth a checkpoint behind its first `begin` tokens; none in a model of full attention."""
-        if not self.planner.has_checkpoints:
-            return set()
-        depths = self._coordinator.wanted_checkpoints(keys, begin, tokens, interval)
-        return {depth * self._block_tokens for depth in depths}
-
     def restore(self, past: Past, place: Placement, room: int) -> None:
         """Begin a past where a placement ends. `room` is for the tokens of full attention to come."""
         blocks: list[list[int]] = [list(place.blocks()) if kept is self._past.full else [] for kept in self._past.kept]
