@@ -7,8 +7,7 @@
 The tokens of one head lie together, as in transformers' cache: a block is copied head by head.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
@@ -69,28 +68,27 @@ class PagedPast(TakenCheckpoints):
         """Write the tokens of full attention of a row into the blocks that were allocated for them."""
         new, first = place.allocated()
         if new and (full := self._past.full).parts:
-            self._write(new, full, partial(past.take, full, first=first, prompt=row))
+            self._write(new, full, past, first, row)
 
     def write(self, state: Past, depth: int, node: int) -> None:
         to_write = self.pool.checkpoints.to_write(node)
         for at, blocks in zip(self.planner.checkpoint(depth), to_write, strict=True):
             if blocks is not None:
-                kept = self._past.kept[at.group]
-                self._write(blocks, kept, partial(state.take, kept, first=at.chunk * self._block_tokens))
+                self._write(blocks, self._past.kept[at.group], state, at.chunk * self._block_tokens)
 
     def release(self) -> None:
         """Give the memory of the pool back. Nothing can be read or written any more."""
         self.region = self.region.new_empty(0)
 
-    def _write(self, blocks: Sequence[int], kept: Kept, fill: Callable[[torch.Tensor], object]) -> None:
-        """Have `fill` write pieces, uint8 [pieces, bytes], to these blocks, equally many each. The rest of the last is
-        zeroed.
+    def _write(self, blocks: Sequence[int], kept: Kept, past: Past, first: int, row: int = 0) -> None:
+        """Copy what a past has from token `first` on to these blocks, equally many for each piece. The rest of the last
+        is zeroed.
         """
         places = self._places(blocks)
         is_view = isinstance(places, slice)
         rows = self.region[places] if is_view else self.region.new_empty(len(blocks), self.block_bytes)
         pieces = self._as_pieces(rows, kept)
-        fill(pieces[:, : kept.row_bytes])
+        past.take(kept, pieces[:, : kept.row_bytes], first, row)
         pieces[:, kept.row_bytes :] = 0
         if not is_view:  # torch writes single bytes four times as slowly
             self.region.view(torch.int64)[places] = rows.view(torch.int64)
