@@ -3,7 +3,6 @@
 Poisoned bytes are what nothing may depend on.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -101,7 +100,7 @@ def test_where_a_chunk_of_attention_begins_nothing_of_the_last_one_is_needed():
 
 def test_parts_stand_layer_by_layer_keys_first():
     parts = [*bench("gpt_oss").past.locals[0].parts, *bench("bamba").past.states.parts]
-    assert [(part.layer, part.name) for part in parts] == [
+    assert [(part.layer, part.key[0]) for part in parts] == [
         (layer, name) for names in (("keys", "values"), ("conv", "recurrent")) for layer in (0, 2) for name in names
     ]
 
@@ -112,12 +111,12 @@ def test_latent_attention_has_keys_and_values_of_different_widths():
 
 
 def test_a_state_begins_where_its_type_can_be_read():
-    odd = PastPart(0, "conv", 0, (1, 3), torch.bfloat16), PastPart(0, "recurrent", 0, (1, 2), torch.float32)
+    odd = PastPart(0, ("conv", 0), (1, 3), torch.bfloat16), PastPart(0, ("recurrent", 0), (1, 2), torch.float32)
     kept = Kept(STATES, odd, BLOCK)
     assert [(span.start, span.stop) for span in kept.spans] == [(0, 6), (8, 16)]
     rows = torch.full((1, 16), POISON, dtype=torch.uint8)
     for part, values in kept.views(rows):
-        values.fill_(1 + part.index)
+        values.fill_(1 + part.key[1])
     assert rows.view(torch.bfloat16)[0, :3].tolist() == [1, 1, 1] and rows.view(torch.float32)[0, 2:].tolist() == [1, 1]
 
 
@@ -147,7 +146,7 @@ def test_a_part_that_is_kept_otherwise_is_not_copied_out():
         models = bench(family)
         past, kept = models.begun(prompt(5), [32]), getattr(models.past, kind)
         part = kept.parts[0]
-        wrong = Kept(kept.kind, [replace(part, dtype=torch.float16)], BLOCK)
+        wrong = Kept(kept.kind, [part._replace(dtype=torch.float16)], BLOCK)
         with pytest.raises(MisuseError, match="otherwise than when it was probed"):
             past.taken(wrong, 0, 32)
 

@@ -185,7 +185,7 @@ class Past(DynamicCache):
             held = tensors_of(self.layers[part.layer]).get(part.key, torch.empty(0))
             held = held[None, :1] if kept.kind.is_state else self._cut(part.layer, held, first, end, prompt)
             if (held.dtype, held.shape) != (place.dtype, place.shape):
-                raise MisuseError(f"layer {part.layer} keeps its {part.name} otherwise than when it was probed")
+                raise MisuseError(f"layer {part.layer} keeps its {part.key[0]} otherwise than when it was probed")
             place.copy_(held)
 
     def _cut(self, index: int, held: torch.Tensor, first: int, end: int, prompt: int) -> torch.Tensor:

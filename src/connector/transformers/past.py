@@ -11,9 +11,9 @@ then V, then its states, convolution before recurrent.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -29,23 +29,16 @@ ALIGNMENT = 16  # bytes: a row of a device block can be viewed as any type, and 
 PROBE_TOKENS = 2  # more than one, because a decode step may keep other dtypes than a prefill
 
 
-@dataclass(frozen=True, slots=True)
-class PastPart:
+class PastPart(NamedTuple):
     """One tensor: K or V of a block of tokens, [heads, tokens, width]; or a whole state, with its batch dimension of 1.
 
-    `name` is keys, values, conv or recurrent; `index` counts the states of one layer.
+    `key` is its key among those of its layer: keys, values, conv or recurrent, and a number among the states.
     """
 
     layer: int
-    name: str
-    index: int
+    key: tuple[str, int]
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Key of the tensor among those of its layer."""
-        return self.name, self.index
 
 
 class Kept:
@@ -123,9 +116,9 @@ def _probe(model: PreTrainedModel, layers: Sequence[LayerPast], block_tokens: in
         for key, each in held.items():
             if key in KEYS_AND_VALUES and past.attention is not None:
                 shape = each.shape[1], block_tokens, each.shape[3]
-                parts[past.attention].append(PastPart(index, *key, shape, each.dtype))
+                parts[past.attention].append(PastPart(index, key, shape, each.dtype))
             else:
-                parts[STATES].append(PastPart(index, *key, tuple(each.shape), each.dtype))
+                parts[STATES].append(PastPart(index, key, tuple(each.shape), each.dtype))
     return parts
 
 

@@ -129,10 +129,10 @@ class _Continued:
     def _with_nan(self) -> Iterator[Mapping[Kept, torch.Tensor]]:
         """The rows with NaN in the states of one name, for each name that there is."""
         states = self._past.states
-        for name in dict.fromkeys(part.name for part in states.parts):
+        for name in dict.fromkeys(part.key[0] for part in states.parts):
             page = self._rows[states].clone()
             for part, span in zip(states.parts, states.spans, strict=True):
-                if part.name == name:
+                if part.key[0] == name:
                     page[:, span] = NAN
             yield {**self._rows, states: page}
 
