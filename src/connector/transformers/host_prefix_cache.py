@@ -267,17 +267,13 @@ class HostPrefixCache:
     def _known(self, prompt: _Prompt, next_use: float | None) -> Past:
         """A past of one row with what is known of a prompt, and what must be computed before `generate` goes on."""
         with self._kv.place(prompt.keys, len(prompt.tokens)) as place:
-            try:
-                on_device = place.length
-                self._load(prompt, place, next_use)
-                prompt.computed = place.length
-                past = self._filled(prompt, place)
-                past.hit_tokens, past.device_hit_tokens = place.length, min(on_device, place.length)
-                self._compute_ahead(past, prompt, place)
-                return past
-            except BaseException:
-                self._give_up(prompt)  # before its blocks are given back
-                raise
+            on_device = place.length
+            self._load(prompt, place, next_use)
+            prompt.computed = place.length
+            past = self._filled(prompt, place)
+            past.hit_tokens, past.device_hit_tokens = place.length, min(on_device, place.length)
+            self._compute_ahead(past, prompt, place)
+            return past
 
     def _compute_ahead(self, past: Past, prompt: _Prompt, place: Placement) -> None:
         """Compute up to the boundaries at which something is to be kept. A model that takes several tokens only from
