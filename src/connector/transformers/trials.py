@@ -10,15 +10,13 @@ token follows, and ignore it when several do; some keep a part of their past in 
 it (RecurrentGemma). No list of model names would stay up to date, and no configuration says so: logits are compared.
 """
 
-from collections.abc import Iterator, Mapping
-
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from connector.transformers.held import Past
 from connector.transformers.inputs import Images, PromptRefused, placeholders
 from connector.transformers.layers import Local
-from connector.transformers.past import Kept, ModelPast
+from connector.transformers.past import ModelPast, tensors_of
 from connector.transformers.running import logits, refusing
 from cpu_prefix_cache import ConfigurationError
 
@@ -32,7 +30,6 @@ LARGEST_WINDOW = 2048
 # 2e-6 to 6e-6 (behind a window, too), in bfloat16 up to 5e-2; one that drops its states has 1e-4 and more, a mask that
 # looks ahead about 1.
 TOLERANCE = {True: 2e-5, False: 2e-1}
-NAN = 0xFF  # in every byte: NaN in any floating type
 
 
 @torch.inference_mode()
@@ -97,7 +94,7 @@ class _Continued:
 
     def error(self, at_once: int) -> float:
         """The error of the logits where so many tokens follow at once, and the others one by one."""
-        ours, ends = self._logits(self._rows, at_once), [end for end in self._wanted if end >= at_once]
+        ours, ends = self._logits(at_once), [end for end in self._wanted if end >= at_once]
         behind = torch.cat([ours[end - at_once :][: 1 + STEPS] for end in ends])
         return _error(behind, torch.cat([self._wanted[end] for end in ends]))
 
@@ -107,34 +104,29 @@ class _Continued:
         Tested for states of convolutions and for the others. It needs no tolerance: in half precision, noise would hide
         a state that is not read.
         """
-        return all(bool(self._logits(rows, at_once)[0].isnan().any()) for rows in self._with_nan())
+        names = {part.key[0] for part in self._past.states.parts}
+        return all(bool(self._logits(at_once, name)[0].isnan().any()) for name in names)
 
     def _uninterrupted(self, end: int) -> torch.Tensor:
         """Logits behind a prompt that ends so many tokens behind the cut, and behind the next STEPS tokens."""
         first, then, _ = self._ids.tensor_split([self._cut + end, self._cut + end + STEPS], dim=1)
         return logits(self._model, first, then=then)
 
-    def _logits(self, rows: Mapping[Kept, torch.Tensor], at_once: int) -> torch.Tensor:
-        """Logits behind the cut, with these rows, after two other prompts, and shorter ones: what a model keeps
-        elsewhere than in its cache is theirs then.
+    def _logits(self, at_once: int, lost: str | None = None) -> torch.Tensor:
+        """Logits behind the cut, after two other prompts, and shorter ones: what a model keeps elsewhere than in its
+        cache is theirs then. States of the name `lost` are NaN.
         """
         for begin in (1, 2):
             logits(self._model, self._ids[:, begin:CUT])
         past = Past(self._past)
-        for kept, each in rows.items():
-            past.fill(kept, each, self._cut)
+        for kept, rows in self._rows.items():
+            past.fill(kept, rows, self._cut)
+        for layer in past.layers:
+            for (name, _), held in tensors_of(layer).items():
+                if name == lost:
+                    held.fill_(torch.nan)
         first, then = self._ids.tensor_split([self._cut + at_once], dim=1)
         return logits(self._model, first, past, then)
-
-    def _with_nan(self) -> Iterator[Mapping[Kept, torch.Tensor]]:
-        """The rows with NaN in the states of one name, for each name that there is."""
-        states = self._past.states
-        for name in dict.fromkeys(part.key[0] for part in states.parts):
-            page = self._rows[states].clone()
-            for part, span in zip(states.parts, states.spans, strict=True):
-                if part.key[0] == name:
-                    page[:, span] = NAN
-            yield {**self._rows, states: page}
 
 
 def _tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
