@@ -31,18 +31,19 @@ class PromptRefused(PrefixCacheError):
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Inputs that stand for the tokens [first, end) of a row of `tokens` tokens."""
+    """Inputs that stand for the tokens [first, end) of a row. Those `by_token` have a value for each token up to `end`,
+    and zeros behind.
+    """
 
     values: Mapping[str, torch.Tensor]
+    by_token: Mapping[str, torch.Tensor]
     first: int
     end: int
-    tokens: int
 
     def up_to(self, end: int) -> dict[str, torch.Tensor]:
-        """Inputs of the first `end` tokens. Those with a value for each token have zeros behind the placeholders."""
-        return {
-            name: self._cut(value, end) if self._is_by_token(value) else value for name, value in self.values.items()
-        }
+        """Inputs of the first `end` tokens, which are not fewer than those up to the last placeholder."""
+        padded = {name: torch.nn.functional.pad(value, (0, end - self.end)) for name, value in self.by_token.items()}
+        return {**self.values, **padded}
 
     def item(self) -> MultimodalItem:
         digest = hashlib.sha256()
@@ -50,17 +51,6 @@ class Images:
             digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return MultimodalItem(self.first, self.end, digest.digest())
-
-    def names_behind(self) -> list[str]:
-        """Names of inputs with other values than zero behind the placeholders."""
-        by_token = {name: value for name, value in self.values.items() if self._is_by_token(value)}
-        return [name for name, value in by_token.items() if value[:, self.end :].any()]
-
-    def _is_by_token(self, value: torch.Tensor) -> bool:
-        return value.shape == (1, self.tokens)
-
-    def _cut(self, value: torch.Tensor, end: int) -> torch.Tensor:
-        return torch.nn.functional.pad(value[:, :end], (0, max(0, end - self.tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ class InputReader:
         self._placeholders = placeholders(model.config.to_dict())
 
     def rows(self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]) -> list[Row]:
-        if not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
+        if ids.dim() != 2 or not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
             raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
         if odd := [name for name, value in others.items() if not isinstance(value, torch.Tensor)]:
             raise PromptRefused(f"{_listed(odd)} must be tensors, because their bytes are a part of the key")
@@ -114,23 +104,24 @@ class InputReader:
             raise PromptRefused(
                 f"{_listed(others)} belong to a prompt with tokens that stand for them, without padding: leave them out"
             )
-        images = Images(others, found[0], found[-1] + 1, len(tokens)) if found else None
-        if images is not None and (late := images.names_behind()):
+        if not found:
+            return Row(tokens, pad, None)
+        end = found[-1] + 1
+        by_token = {name: value for name, value in others.items() if value.shape == (1, len(tokens))}
+        if late := [name for name, value in by_token.items() if value[:, end:].any()]:
             raise PromptRefused(f"{_listed(late)} must be zeros behind the images, where the tokens alone are the key")
-        return Row(tokens, pad, images)
+        values = {name: value for name, value in others.items() if name not in by_token}
+        return Row(tokens, pad, Images(values, {name: each[:, :end] for name, each in by_token.items()}, found[0], end))
 
 
 def in_rows(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
     """Token ids or their mask as a tensor [rows, tokens]."""
     try:
-        values = torch.as_tensor(given, device=device)
+        values = torch.atleast_2d(torch.as_tensor(given, device=device))
     except (TypeError, ValueError) as error:  # rows of different lengths
         raise PromptRefused(
             "token ids are [tokens] or [rows, tokens]: pad on the left, with an attention_mask"
         ) from error
-    values = values[None] if values.dim() == 1 else values
-    if values.dim() != 2:
-        raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(values.shape)}")
     return values
 
 
