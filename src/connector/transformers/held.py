@@ -52,19 +52,15 @@ class Past(DynamicCache):
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
-        self._goes_on: Callable[[int], object] | None = None  # called once, before the first tokens behind it
+        self.goes_on: Callable[[int], object] | None = None  # once handed out: called with how many tokens come first
         self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
         """A past of its own, of the same prompts of the same cache."""
-        memo |= {id(shared): shared for shared in (self._goes_on, self.kept)}
+        memo |= {id(shared): shared for shared in (self.goes_on, self.kept)}
         memo[id(self)] = new = Past.__new__(Past)
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
-
-    def hand_out(self, inputs: dict[str, torch.Tensor], goes_on: Callable[[int], object]) -> None:
-        """Nothing more is filled in. `goes_on` is called with how many tokens first come behind it."""
-        self.inputs, self._goes_on = inputs, goes_on
 
     @staticmethod
     def joined(pasts: Sequence["Past"], pads: Sequence[int], room: int) -> "Past":
@@ -96,7 +92,7 @@ class Past(DynamicCache):
         """Before drafts are checked. If nothing has followed yet, begin without a past: transformers (5.19 to 5.24)
         computes the whole prompt then, behind the past that is there, and the answer would be wrong.
         """
-        if self._goes_on is not None and self.get_seq_length():
+        if self.goes_on is not None and self.get_seq_length():
             logger.warning("the prompt is computed anew: transformers gives its drafts no past")
             self._empty()
         super().activate_past_recording()
@@ -113,8 +109,8 @@ class Past(DynamicCache):
 
     def begin_behind(self, tokens: int) -> None:
         """So many tokens come behind, perhaps the first."""
-        if self._goes_on is not None:
-            goes_on, self._goes_on = self._goes_on, None
+        if self.goes_on is not None:
+            goes_on, self.goes_on = self.goes_on, None
             goes_on(tokens)
 
     def repeat(self, rows: int) -> None:

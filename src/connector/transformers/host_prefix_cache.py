@@ -261,7 +261,7 @@ class HostPrefixCache:
         past = Past.joined(pasts, pads, self._room(prompts[0], columns))
         self._settle()
         text = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
-        past.hand_out(text if columns else inputs, partial(self._goes_on, prompts, past))
+        past.inputs, past.goes_on = text if columns else inputs, partial(self._goes_on, prompts, past)
         return past
 
     def _known(self, prompt: _Prompt, next_use: float | None) -> Past:
@@ -323,18 +323,10 @@ class HostPrefixCache:
 
     def _load(self, prompt: _Prompt, place: Placement, next_use: float | None) -> None:
         """Load what the host has beyond the device's. Where that fails, it is computed later."""
-        n0 = place.length
-        ask = partial(
-            self._host.start,
-            prompt.id,
-            prompt.keys,
-            num_tokens=len(prompt.tokens),
-            on_device=n0,
-            allocate=partial(place.room, self._kv),
-            next_use=next_use,
-        )
+        start = partial(self._host.start, prompt.id, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
+        room = partial(place.room, self._kv)
         prompt.is_running = True
-        while isinstance(answer := ask(), Pending):
+        while isinstance(answer := start(on_device=place.length, allocate=room), Pending):
             copy_all(self._host)
         if isinstance(answer, Hit):
             place.loaded(dict(copy_all(self._host))[prompt.id], answer.boundary, self._kv)
