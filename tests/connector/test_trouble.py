@@ -148,6 +148,16 @@ def test_loads_that_fail_are_computed_and_not_tried_again():  # S7.24
     assert pair.cache.statistics().cache.loads_failed == 1
 
 
+@modes
+@pytest.mark.parametrize("family", ["llama", *WITH_CHECKPOINTS])
+def test_a_prompt_whose_load_fails_is_found_when_it_comes_again(family, mode):
+    pair, copier = wrapped(family, mode, FailingLoads)
+    pair.ask_right(document(1, 130))
+    pair.evict_all()
+    assert [pair.ask_right(document(1, 130)).hit_tokens for _ in range(2)] == [0, 128]
+    assert copier.failed == 1 and pair.is_at_rest()
+
+
 @pytest.mark.parametrize("family", WITH_CHECKPOINTS)
 def test_after_an_interrupted_checkpoint_the_prompt_is_answered(family, monkeypatch):
     pair = Pair(family, "eager")

@@ -39,8 +39,8 @@ from cpu_prefix_cache import (
     HostCache,
     HostOptions,
     HostStatistics,
+    Miss,
     MisuseError,
-    Pending,
     SharedTier,
 )
 from cpu_prefix_cache.deciding import Placement, PoolExhausted, check_whole, num_bytes
@@ -322,14 +322,19 @@ class HostPrefixCache:
             torch.accelerator.synchronize(self._past.device)
 
     def _load(self, prompt: _Prompt, place: Placement, next_use: float | None) -> None:
-        """Load what the host has beyond the device's. Where that fails, it is computed later."""
+        """Load what the host has beyond the device's. Where that fails, the host has it no longer, and it is computed:
+        the prompt starts again.
+        """
         start = partial(self._host.start, prompt.id, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
         room = partial(place.room, self._kv)
         prompt.is_running = True
-        while isinstance(answer := start(on_device=place.length, allocate=room), Pending):
-            copy_all(self._host)
-        if isinstance(answer, Hit):
-            place.loaded(dict(copy_all(self._host))[prompt.id], answer.boundary, self._kv)
+        while not isinstance(answer := start(on_device=place.length, allocate=room), Miss):
+            ended = dict(copy_all(self._host))
+            if isinstance(answer, Hit):
+                place.loaded(ended[prompt.id], answer.boundary, self._kv)
+                if place.length == answer.boundary:
+                    return
+                self._host.end(prompt.id, place.length)
 
     def _filled(self, prompt: _Prompt, place: Placement) -> Past:
         """A past with the tokens that a placement has of a prompt."""
