@@ -6,9 +6,7 @@ checkpoint that has moved finds its own. With each revision, also one that is gi
 of transformers, whose code computes, and the bytes of code that came with the model (`trust_remote_code`).
 """
 
-import hashlib
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from connector.transformers.changes import adapters_of
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 
 CHUNK_BYTES = 64 << 20  # of a tensor, brought to the host at once
-LENGTH_BYTES = 8
 
 
 def model_name(model: PreTrainedModel) -> str:
@@ -33,17 +30,18 @@ def model_name(model: PreTrainedModel) -> str:
 
 def weights_revision(model: PreTrainedModel) -> str:
     """32 hexadecimal digits. Reads all weights, from their device: 0.2 s for each GB in the memory of a CPU."""
-    revision = hashlib.sha256()
-    for part in _parts(model):
-        revision.update(len(part).to_bytes(LENGTH_BYTES, "little") + part)
-    return revision.hexdigest()[:32]
+    lines = [digest(model.config.to_dict())]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest(tensor)}")
+    lines += [f"{name} {adapters}" for name, each in model.named_modules() if (adapters := adapters_of(each))]
+    return digest(lines)[:32]
 
 
 def with_code(revision: str, model: PreTrainedModel) -> str:
     """The revision, and what else decides what the model computes from its weights. Raises ConfigurationError where its
     code cannot be read.
     """
-    configuration = _configuration(model)[:32]
+    configuration = digest(model.config.to_dict())[:32]
     return f"{revision}, transformers {transformers.__version__}, configuration {configuration}{_own_code(model)}"
 
 
@@ -59,26 +57,11 @@ def _own_code(model: PreTrainedModel) -> str:
     return f", code {digest_of_files('code of the model', files)[:32]}"
 
 
-def _configuration(model: PreTrainedModel) -> str:
-    """Its digest, the same in each process: some models have dictionaries in it whose order is that of a set."""
-    return digest(model.config.to_dict())
-
-
-def _parts(model: PreTrainedModel) -> Iterable[bytes]:
-    yield _configuration(model).encode()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        yield _digest(tensor)
-    for name, module in model.named_modules():
-        if adapters := adapters_of(module):
-            yield repr((name, adapters)).encode()
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
+def _digest(tensor: torch.Tensor) -> str:
     found = xxhash.xxh3_128()
     for chunk in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
         found.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.digest()
+    return found.hexdigest()
 
 
 def named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | SharedTier:
