@@ -15,10 +15,11 @@ from connector.transformers.steps import copy_all
 from cpu_prefix_cache import OFFLOAD_MODES
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from random_models import FAMILIES
 from tests.connector.running import document, last_boundary
-from tests.connector.serving import Pair, model, on_host, planner_of
+from tests.connector.serving import Pair, generated, model, on_host, planner_of
 from tests.support.sizes import sizes_of_containers
 from tests.support.troubled_copiers import FailingLoads
 
@@ -156,6 +157,20 @@ def test_a_prompt_whose_load_fails_is_found_when_it_comes_again(family, mode):
     pair.evict_all()
     assert [pair.ask_right(document(1, 130)).hit_tokens for _ in range(2)] == [0, 128]
     assert copier.failed == 1 and pair.is_at_rest()
+
+
+def test_a_load_that_fails_is_not_tried_again_though_a_tier_gives_its_bytes_back(tmp_path):
+    """Else each try withdraws what the host has, and the tier gives it back, until the cache is off."""
+    tier, prompt, of = FileTier(str(tmp_path), 32 << 20), document(1, 400), model("llama")
+    options = {"host_bytes": 4 << 20, "device_bytes": "1MiB", "below": tier}
+    with HostPrefixCache(of, **options) as cache, cache.past(prompt) as past:
+        generated(of, prompt, past, new_tokens=4)
+    with HostPrefixCache(of, **options, wrap_copier=FailingLoads) as cache:
+        with cache.past(prompt) as past:
+            assert past.hit_tokens == 0
+        loaded = cache.statistics()
+        assert loaded.cache.loads_failed == 1 and loaded.tier.hit_tokens > 0
+        assert not cache._host.cache.is_off
 
 
 @pytest.mark.parametrize("family", WITH_CHECKPOINTS)

@@ -11,7 +11,7 @@ Device blocks are held while something is copied, not while a model computes. Th
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -322,11 +322,9 @@ class HostPrefixCache:
             torch.accelerator.synchronize(self._past.device)
 
     def _load(self, prompt: _Prompt, place: Placement, next_use: float | None) -> None:
-        """Load what the host has beyond the device's. Where that fails, the host has it no longer, and it is computed:
-        the prompt starts again.
-        """
+        """Load what the host has beyond the device's. Where that fails, the prompt starts again, and computes it."""
         start = partial(self._host.start, prompt.id, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
-        room = partial(place.room, self._kv)
+        room: Callable[[int, int], Sequence[Sequence[int]] | None] = partial(place.room, self._kv)
         prompt.is_running = True
         while not isinstance(answer := start(on_device=place.length, allocate=room), Miss):
             ended = dict(copy_all(self._host))
@@ -335,6 +333,7 @@ class HostPrefixCache:
                 if place.length == answer.boundary:
                     return
                 self._host.end(prompt.id, place.length)
+                room = _no_room  # a tier may give the host back what has failed
 
     def _filled(self, prompt: _Prompt, place: Placement) -> Past:
         """A past with the tokens that a placement has of a prompt."""
@@ -412,6 +411,10 @@ class HostPrefixCache:
     def _check_dtype(self) -> None:
         if (dtype := _computes_in(self.model)) != self._dtype:
             raise MisuseError(f"the model computes in {dtype}, and its blocks are {self._dtype}: make another cache")
+
+
+def _no_room(n0: int, boundary: int) -> None:
+    """No blocks for a load, so that there is none."""
 
 
 def _computes_in(model: PreTrainedModel) -> torch.dtype:
