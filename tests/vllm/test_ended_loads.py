@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 
 from connector.vllm import ended_loads
-from connector.vllm.ended_loads import LONGEST_SECONDS, EndedLoads
+from connector.vllm.ended_loads import LONGEST_SECONDS, LONGEST_STEP_SECONDS, EndedLoads
 from connector.vllm.messages import StepMetadata
 from cpu_prefix_cache.deciding import Direction, GroupCopy, RankReport, StepPlan, TransferPlan
 from tests.vllm.test_ranks import half, plain_caches
@@ -34,9 +34,21 @@ def test_the_first_waits_for_a_bounded_time_and_so_does_the_next_first():
         assert ended.take(more=True) == ({request, request + "'"}, set())
 
 
+def test_nothing_waits_behind_a_long_step():
+    """The next one would end much later than requests may wait."""
+    now = 100.0
+    ended = EndedLoads(lambda: now)
+    ended.take(more=True)
+    for seconds, given in ((LONGEST_STEP_SECONDS, {"a"}), (0.01, set())):
+        now += seconds
+        ended.add("a", failed=False)
+        assert ended.take(more=True) == (given, set())
+
+
 @pytest.mark.parametrize(("computes", "given"), [(True, [set(), {"a", "b"}]), (False, [{"a"}, {"b"}])])
 def test_a_worker_gives_loads_together_in_a_step_that_computes(tmp_path, monkeypatch, computes, given):
     monkeypatch.setattr(ended_loads, "LONGEST_SECONDS", 3600.0)
+    monkeypatch.setattr(ended_loads, "LONGEST_STEP_SECONDS", 3600.0)
     worker = half(tmp_path, None, 1)
     worker.register_kv_caches(plain_caches())
     loads = tuple(TransferPlan(at, Direction.LOAD, (GroupCopy(0, (at,), (at,)),), 1) for at in range(2))
