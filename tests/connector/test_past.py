@@ -290,7 +290,7 @@ def test_a_prompt_longer_than_the_device_is_computed(family):
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [[1, 2], [3]], [[[1]]], [0.5, 1.0], [-1, 3], [10**6], [True, False], list(range(9)) * 200]
+    "prompt", [5, [], [[1, 2], [3]], [[[1]]], [0.5, 1.0], [-1, 3], [10**6], [True, False], list(range(9)) * 200]
 )
 def test_other_than_prompts_of_the_model_is_refused(prompt):
     with cache_of("llama") as cache, pytest.raises(PromptRefused), cache.past(prompt):

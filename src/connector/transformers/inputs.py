@@ -117,12 +117,12 @@ class InputReader:
 def in_rows(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
     """Token ids or their mask as a tensor [rows, tokens]."""
     try:
-        values = torch.atleast_2d(torch.as_tensor(given, device=device))
+        values = torch.as_tensor(given, device=device)
     except (TypeError, ValueError) as error:  # rows of different lengths
         raise PromptRefused(
             "token ids are [tokens] or [rows, tokens]: pad on the left, with an attention_mask"
         ) from error
-    return values
+    return values[None] if values.dim() == 1 else values
 
 
 def _pads(ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
