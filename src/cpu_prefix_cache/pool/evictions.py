@@ -28,7 +28,7 @@ class Evictions:
         """A request is given the prefix that ends at `deepest`."""
         self._hit.add(deepest)
 
-    def evicted(self, nodes: Sequence[int], absent: Set[int] = frozenset()) -> None:
+    def evicted(self, nodes: Sequence[int], absent: Set[int]) -> None:
         """These nodes leave, each after what hung below it. Of those that are `absent` the place leaves alone."""
         left = self.left(nodes)
         unused = [node for node in left if node not in absent] if absent else left
@@ -42,13 +42,16 @@ class Evictions:
         part of no hit; the parents of the others were.
         """
         hit, parents, unused = self._hit, self._forest.parent, list[int]()
-        for node in nodes if hit else ():
+        if not hit:
+            return nodes
+        for node in nodes:
             if node in hit:
                 hit.remove(node)
                 hit.add(parents[node])
             else:
                 unused.append(node)
-        return unused if hit else nodes
+        hit.discard(self._forest.root)
+        return unused
 
     def forget(self, nodes: Iterable[int]) -> None:
         """These nodes do not exist any more, and were not evicted."""
