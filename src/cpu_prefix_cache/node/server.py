@@ -49,8 +49,8 @@ from cpu_prefix_cache.messages.request import Pending
 from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node import region as regions
-from cpu_prefix_cache.node.files import FilesBelow
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES
+from cpu_prefix_cache.node.pool_tier import PoolTier
 from cpu_prefix_cache.node.presence import is_present
 from cpu_prefix_cache.node.region import Region
 from cpu_prefix_cache.slab.settings import FileTier
@@ -101,7 +101,7 @@ class Server:
         self._listener = _listening(path)
         self._region: Region | None = None
         self._keeper: Keeper | None = None
-        self._below: FilesBelow | None = None
+        self._below: PoolTier | None = None
         self._connections: dict[int, _Connection] = {}  # by the descriptor of the socket
         self._joined: dict[int, _Connection] = {}  # by the number of the engine
         self._leaving = set[int]()
@@ -252,7 +252,7 @@ class Server:
     def _new_keeper(self, region: Region, planner: HybridChunkPlanner) -> Keeper:
         if self._tier is not None:
             try:
-                self._below = FilesBelow(self._tier, region, planner)
+                self._below = PoolTier(self._tier, region, planner)
                 return self._below.keeper
             except (ConfigurationError, OSError, OverflowError) as error:
                 logger.error("nothing is below this pool: %s", error)
@@ -364,7 +364,7 @@ class Server:
         elif kind is Kind.NAME:
             keeper.name(engine, keys[0])
 
-    def _step_below(self, below: FilesBelow) -> None:
+    def _step_below(self, below: PoolTier) -> None:
         for engine, id, leased in below.step():
             connection = self._joined.get(engine)
             if connection is None:

@@ -17,7 +17,7 @@ from cpu_prefix_cache.keeper.shape import shared_planner
 from cpu_prefix_cache.keeper.tiered_keeper import ROOM_SECONDS
 from cpu_prefix_cache.messages.request import Pending
 from cpu_prefix_cache.node import region as regions
-from cpu_prefix_cache.node.files import FilesBelow
+from cpu_prefix_cache.node.pool_tier import PoolTier
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.tiers import promotions
 from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
@@ -48,7 +48,7 @@ RANKS = HybridChunkPlanner([*model(BLOCK // 2).groups, STATE], max_model_len=64,
 def pool(folder, planner):
     """A new pool over the files in a folder, all of which are taken in."""
     region = regions.make(SLOTS * BLOCK, BLOCK)
-    below = FilesBelow(FileTier(str(folder), 4 * SLOTS * 2 * BLOCK), region, planner)
+    below = PoolTier(FileTier(str(folder), 4 * SLOTS * 2 * BLOCK), region, planner)
     below.keeper.join(ENGINE, NAMESPACE)
     until_so(below, lambda: not below.keeper.below.is_opening)
     try:

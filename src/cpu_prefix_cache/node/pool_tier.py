@@ -1,4 +1,4 @@
-"""FilesBelow: files below a keeper's pool. Threads of their own read and write them; nobody waits for a disk.
+"""PoolTier: files below a keeper's pool. Threads of their own read and write them; nobody waits for a disk.
 
 All namespaces of a pool share one folder, which is that of its slots' size and of what a chunk and a checkpoint take;
 which model and which revision a slot is of, its name says (`names.py`). A slot is written whole, whatever the model has
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 READING_SECONDS, MOVING_SECONDS, PAUSED_SECONDS = 0.001, 0.01, 0.5
 
 
-class FilesBelow:
+class PoolTier:
     """The files that `below` describes, for the slots of a region and engines whose models are shaped as that of
     `planner`. Raises ConfigurationError for what only the operator can change.
     """
