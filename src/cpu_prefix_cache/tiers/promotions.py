@@ -78,6 +78,13 @@ class Promotions:
         """When so many bytes should have been read, twice over."""
         return now + 2 * self._below.seconds_to_read(num_bytes) + PENDING_GRACE_SECONDS
 
+    def most(self, request: Request, host_end: int) -> Candidate:
+        """All that a tier could bring of this request, if it has all of it. The host has it up to `host_end`."""
+        grid, planner = self._planner.grid_tokens, self._planner
+        end = planner.resumable_chunks(planner.findable_chunks(request.num_tokens)) * grid
+        blocks = (end // grid - host_end // grid) * planner.host_blocks_per_chunk
+        return Candidate(end, end - host_end, blocks * planner.host_block_bytes)
+
     def reachable(self, request: Request, host_end: int, least: int) -> list[Candidate]:
         """Where the tier could bring this request. Of a tier whose rate is not known, little is read at once."""
         if not self._below.can_be_read:

@@ -128,13 +128,10 @@ class TieredCache(CPUPrefixCache):
 
     def _unknown_until(self, request: Request, n0: int, host_end: int, queue_bytes: int) -> float | None:
         """Time until which this request waits for the tier's answer. None where it is known, or could save no time."""
-        grid = self.planner.grid_tokens
-        end = self.planner.resumable_chunks(self.planner.findable_chunks(request.num_tokens)) * grid
-        if end < n0 + max(1, self.min_load_tokens):
+        most = self._promotions.most(request, host_end)
+        if most.boundary < n0 + max(1, self.min_load_tokens):
             return None
-        blocks = (end // grid - host_end // grid) * self.planner.host_blocks_per_chunk
-        num_bytes = blocks * self.planner.host_block_bytes
-        is_best = self._best([Candidate(end, end - host_end, num_bytes)], queue_bytes) is not None
+        is_best = self._best([most], queue_bytes) is not None
         return self.below.awaited(request, host_end) if is_best or self._is_trial_due else None
 
     @property
