@@ -7,6 +7,8 @@ Beside what the keeper alone is held to:
     while an engine of an earlier keeper may write, nothing is read into any slot
     a question that waits is answered, at its deadline at most
     a keeper whose pool is lost finds the tier's
+
+The tier is a store in two of the machines: it is queried first, answers late or with an error, and forgets all.
 """
 
 import pytest
@@ -18,7 +20,7 @@ from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.keeper.tiered_keeper import TieredKeeper
 from cpu_prefix_cache.messages.plan import Direction, RankReport
 from cpu_prefix_cache.messages.request import Pending
-from cpu_prefix_cache.messages.tier import TierReport
+from cpu_prefix_cache.messages.tier import TierOptions, TierReport, Told
 from cpu_prefix_cache.tiers import promotions
 from property_tests.machines.test_keeper_machine import (
     ENGINES,
@@ -32,13 +34,15 @@ from property_tests.machines.test_keeper_machine import (
     keys_of,
     prompts,
 )
-from property_tests.models.tier_model import RankSlots, carry_out
+from property_tests.models.tier_model import RankSlots, RankStore, carry_out
 
 
 class TieredKeeperMachine(KeeperMachine):
     """`waiting` has the prompt, and the deadline, of each question that is not answered yet. All of the pool may be
-    read at once.
+    read at once. `asks` are those that the store has not answered, `told` its answers.
     """
+
+    model, ask_seconds = RankSlots, None
 
     def __init__(self):
         super().__init__()
@@ -49,10 +53,12 @@ class TieredKeeperMachine(KeeperMachine):
         self.patch.undo()
 
     def new_keeper(self):
-        self.files = getattr(self, "files", None) or RankSlots(self.planner)
+        self.files = getattr(self, "files", None) or self.model(self.planner)
         self.files.open(portion=3, scans=True)
+        self.asks, self.told, self.heard = {}, {}, 0
         self.moving, self.ended, self.unfit, self.waiting, self.now = {}, {}, {}, {}, getattr(self, "now", 0.0)
-        return TieredKeeper(self.slots, Records(self.file), self.planner, 3 * self.slots)
+        options = TierOptions(3 * self.slots, ask_seconds=self.ask_seconds)
+        return TieredKeeper(self.slots, Records(self.file), self.planner, options)
 
     @property
     def is_reading(self):
@@ -95,14 +101,20 @@ class TieredKeeperMachine(KeeperMachine):
     def steps(self, seconds=0.0):
         self.now += seconds
         self.keeper.passed(self.now)
-        for engine, id, leased in self.keeper.step():
+        for engine, id, answer in self.keeper.step():
             prompt, _ = self.waiting.pop((engine, id))
-            self.is_answered(engine, id, prompt, leased)
+            if isinstance(answer, Pending):
+                self.waiting[engine, id] = prompt, answer.deadline
+            else:
+                self.is_answered(engine, id, prompt, answer)
         late = [each for each, (_, deadline) in self.waiting.items() if self.now >= deadline]
         assert not late, "a question waits beyond its deadline"
         plan = self.keeper.plan_below()
         self.files.advance(plan)
         self.files.taken = plan.taken
+        self.asks |= {ask.id: ask for ask in plan.asks}
+        self.heard = max([self.heard, *(ask.id + 1 for ask in plan.asks)])
+        self.told = {id: told for id, told in self.told.items() if id >= plan.told_below}
         for ended in (self.ended, self.unfit):
             for id in [id for id in ended if id < plan.step.resolved_below or id in plan.step.resolved]:
                 del ended[id]
@@ -137,7 +149,9 @@ class TieredKeeperMachine(KeeperMachine):
         done = frozenset(id for id, is_well in self.ended.items() if is_well)
         ranks = RankReport(0, done, frozenset(self.ended) - done, unfit=tuple(self.unfit.items()))
         number, found, is_over = self.files.portion()
-        self.keeper.report_below(TierReport(ranks, self.files.next_generation, number, found, is_over))
+        told = tuple(self.told.values())
+        report = TierReport(ranks, self.files.next_generation, number, found, is_over, told, self.heard)
+        self.keeper.report_below(report)
 
     @rule()
     def rests(self):
@@ -145,6 +159,8 @@ class TieredKeeperMachine(KeeperMachine):
         for _ in range(30):
             for id in list(self.moving):
                 self.end(id)
+            for id in list(self.asks):
+                self.answer(id)
             self.reports()
             self.steps()
 
@@ -184,6 +200,28 @@ class TieredKeeperMachine(KeeperMachine):
         assert len(self.joined) <= len(ENGINES)
 
 
+class StoreMachine(TieredKeeperMachine):
+    model, ask_seconds = RankStore, 0.02
+
+    def answer(self, id, is_well=True):
+        ask = self.asks.pop(id)
+        self.told[id] = self.files.answer(ask) if is_well else Told(id, ok=False)
+
+    @rule(data=st.data(), is_well=st.sampled_from([True] * 5 + [False]))
+    def answers(self, data, is_well):
+        if self.asks:
+            self.answer(data.draw(st.sampled_from(sorted(self.asks))), is_well)
+            self.reports()
+
+    @rule()
+    def forgets(self):
+        self.files.forget_all()
+
+
+class StoreState(StoreMachine):
+    kind = STATE
+
+
 class TieredSeveral(TieredKeeperMachine):
     kind = SEVERAL
 
@@ -198,7 +236,8 @@ class TieredWindow(TieredKeeperMachine):
 
 TestFull, TestSeveral = TieredKeeperMachine.TestCase, TieredSeveral.TestCase
 TestState, TestWindow = TieredState.TestCase, TieredWindow.TestCase
+TestStore, TestStoreState = StoreMachine.TestCase, StoreState.TestCase
 assert TieredKeeperMachine.kind is FULL
-TestFull.settings = TestSeveral.settings = TestState.settings = TestWindow.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+TestFull.settings = TestSeveral.settings = TestState.settings = TestWindow.settings = TestStore.settings = (
+    TestStoreState.settings
+) = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -55,7 +55,7 @@ OTHERS = {  # rooms of what copies, of both halves together, of a tier, of the t
     "copying": {"copier", "memory", "model", "node", "slab"},
     "tier": {"messages", "slab", "stores"},
     "testing": {"copier", "memory", "messages", "model", "offload", "pool", "prefix_cache", "stores"},
-    "tools.keep": {"memory", "messages", "node", "slab"},
+    "tools.keep": {"memory", "messages", "node", "stores"},
     "tools.cli": {"messages", "tools.bench", "tools.keep", "tools.plan", "tools.replay"},
 }
 EVERYTHING = sorted(HOME.rglob("*.py"))

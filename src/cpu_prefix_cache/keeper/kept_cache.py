@@ -3,7 +3,7 @@
 To an engine it is a CPUPrefixCache that answers Pending more often: nothing is known here, so the keeper is queried.
 
     lookup     `run` goes to the keeper: Pending, until it has answered or the deadline has passed, which it may put off
-               while it reads files (questions.py)
+               while it reads a tier (questions.py)
     lookup     what it has is leased for this request: Hit, or Miss
     load       straight from the keeper's slots; the lease ends with the load
     computed   the prompt is whole, or at a checkpoint that is wanted, or the request ends: what there is to store is
@@ -267,7 +267,7 @@ class KeptCache:
             running.load = None
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """As CPUPrefixCache. The keeper reads files only where that is sooner than computing."""
+        """As CPUPrefixCache. The keeper reads a tier only where that is sooner than computing."""
         self._prefill.timed(num_tokens, seconds)
 
     def finished(self, request_id: Hashable, num_tokens: int) -> None:

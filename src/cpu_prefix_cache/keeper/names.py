@@ -1,7 +1,7 @@
-"""Names: keys of all engines in one forest, and in one folder of files.
+"""Names: keys of all engines in one forest, and in one tier below.
 
 An engine's key identifies a prompt, and its namespace a model, a revision and a layout. A name has both in the bytes of
-a key, so that records and files take it for one. To find two texts that have one name in two namespaces is as hard as
+a key, so that records and tiers take it for one. To find two texts that have one name in two namespaces is as hard as
 to find two texts with one digest.
 
 >>> one, other = (named(each * 16, [b"k" * KEY_BYTES])[0] for each in (b"1", b"2"))

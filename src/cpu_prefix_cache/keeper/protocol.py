@@ -16,9 +16,9 @@
     name       keys: namespace                         -       the engine's weights have changed
     count      -                                       counted numbers: of the pool's slots (counts.py)
 
-`run`, `take` and `count` have an id, which the engine counts up and the answer repeats. `reading` comes if files have
-more of the prompt than the pool. A file descriptor goes with `hello` and `welcome`. Messages of one socket are carried
-out in their order, so a `release` may be sent before the answer.
+`run`, `take` and `count` have an id, which the engine counts up and the answer repeats. `reading` comes if a store
+below the pool is queried, and if the tier has more of the prompt than the pool. A file descriptor goes with `hello` and
+`welcome`. Messages of one socket are carried out in their order, so a `release` may be sent before the answer.
 
     | length 4 | version 1 | kind 1 | bytes of a key 2 | id 8 | numbers 4 | keys 4 | numbers, 8 each | keys |
 
@@ -43,7 +43,7 @@ KEY_BYTES = 32  # rule 14: keys lead to bytes of other processes
 NOBODY = 0  # no engine has this number
 NUM_COUNTED = 9  # numbers of a `counted`
 MICROSECOND = 1e-6
-MOST_MICROSECONDS = 60_000_000  # for which a question waits for files
+MOST_MICROSECONDS = 60_000_000  # for which a question waits for what is below the pool
 
 
 class Kind(IntEnum):

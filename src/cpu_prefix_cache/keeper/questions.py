@@ -82,7 +82,7 @@ class Questions:
             self._unanswered_in_a_row = 0
 
     def reading(self, connection: int, message: Message, now: float) -> None:
-        """The answer waits for files, so long at most. It may come as late as others."""
+        """The answer waits for a tier, so long at most. It may come as late as others."""
         question = self._open.get(message.id)
         if question is not None and question.connection == connection:
             self._wait(question, now + message.numbers[0] * MICROSECOND + ASK_SECONDS)

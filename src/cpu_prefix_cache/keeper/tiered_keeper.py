@@ -2,6 +2,7 @@
 
     commit     what an engine has written goes to the tier, too, and at once: all of a node may be killed
     run        the tier has more of a prompt than the pool: it is read, and the question answered later
+    run        of a store that others write, too, it is not known yet what it has: that is asked first
     step       what is read can be found like anything else, and so the question is answered as any; the same when the
                tier is late, loses some, or pauses
 
@@ -10,6 +11,7 @@ all ranks of an engine. What is read takes slots of the pool as engines' writes 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 from cpu_prefix_cache.keeper.answers import Leased
@@ -29,19 +31,27 @@ from cpu_prefix_cache.tiers.time_saved import Candidate, best
 ROOM_SECONDS = 0.02  # after which it is seen whether the pool has room again for a read that found none
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A question whose answer waits until the deadline: for what a store says that it has, and then for its `want`."""
+
+    keys: Sequence[bytes]
+    chunk_nanoseconds: int
+    want: Want | None = None
+    deadline: float = 0.0
+
+
 class TieredKeeper(Keeper):
-    """With a tier of so many `slots`. Besides messages it gets the time; `plan_below` goes to the tier, which sends
-    `report_below`. Raises ConfigurationError for a tier smaller than twice the pool, and as Keeper.
+    """With a tier that has these `options`, but is eager. Besides messages it gets the time; `plan_below` goes to the
+    tier, which sends `report_below`. Raises ConfigurationError for a tier smaller than twice the pool, and as Keeper.
     """
 
-    def __init__(self, num_slots: int, records: Records, planner: HybridChunkPlanner, slots: int) -> None:
+    def __init__(self, num_slots: int, records: Records, planner: HybridChunkPlanner, options: TierOptions) -> None:
         super().__init__(num_slots, records, planner)
-        options = TierOptions(slots, offload="eager")
-        self.below = TierCache(planner, self._pool, options, USUAL_OPTIONS, ranks=1)
+        self.below = TierCache(planner, self._pool, replace(options, offload="eager"), USUAL_OPTIONS, ranks=1)
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
-        # the keys and the want of a question whose answer waits for that, by engine and number
-        self._readings: dict[tuple[int, int], tuple[Sequence[bytes], Want]] = {}
-        self._now = self._read_at = 0.0  # when a question last began to wait
+        self._waiting: dict[tuple[int, int], _Waiting] = {}  # by engine and number
+        self._now = self._read_at = 0.0  # when something was last read for a question
         self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
     # Questions that wait
@@ -50,81 +60,113 @@ class TieredKeeper(Keeper):
         self, engine: int, id: int, keys: Sequence[bytes], now: float = 0.0, chunk_nanoseconds: int = 0
     ) -> Leased | Pending:
         self.passed(now)
-        names, path, depth, node = self._find(engine, id, keys)
-        may_read = depth < len(names) and not self.absent and self.below.can_be_read
-        pending = self._read(engine, id, keys, names, depth, chunk_nanoseconds) if may_read else None
-        return pending or self._lease(engine, id, names, path, depth, node)
+        return self._answer(engine, id, _Waiting(keys, chunk_nanoseconds))
 
-    def _read(
-        self, engine: int, id: int, keys: Sequence[bytes], names: Sequence[bytes], depth: int, chunk_nanoseconds: int
-    ) -> Pending | None:
-        """Begin to read what the tier has of a prompt, of which so many chunks are here. None: it is not worth it."""
+    def _answer(self, engine: int, id: int, waiting: _Waiting) -> Leased | Pending:
+        """An answer, or until when the question waits from now on."""
+        names, path, depth, node = self._find(engine, id, waiting.keys)
+        may_read = waiting.want is None and depth < len(names) and not self.absent and self.below.can_be_read
+        if not may_read or not self._read(engine, id, waiting, names, depth):
+            return self._lease(engine, id, names, path, depth, node)
+        self._waiting[engine, id] = waiting
+        return Pending(waiting.deadline)
+
+    def _read(self, engine: int, id: int, waiting: _Waiting, names: Sequence[bytes], depth: int) -> bool:
+        """Whether the question waits: what the tier has of a prompt, of which so many chunks are here, is asked, or
+        begins to be read.
+        """
         path_of(names, self.below.pool)
         here = depth * self.planner.grid_tokens
         request = Request((engine, id), names, len(names) * self.planner.grid_tokens + 1)
-        chosen = self._worth_it(request, here, chunk_nanoseconds)
+        unknown_until = self._unknown_until(request, here, waiting) if self.below.is_queried else None
+        if unknown_until is not None:
+            waiting.deadline = unknown_until
+            return True
+        chosen = self._worth_it(request, here, waiting)
         if chosen is None:
-            return None
+            return False
         self._read_at = self._step_at = self._now
         deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
-        deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
-        want = self._promotions.note(request, chosen, here, deadline)
-        self._readings[engine, id] = keys, want
-        return Pending(deadline)
+        waiting.deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
+        waiting.want = self._promotions.note(request, chosen, here, waiting.deadline)
+        return True
 
-    def _worth_it(self, request: Request, here: int, chunk_nanoseconds: int) -> Candidate | None:
+    def _unknown_until(self, request: Request, here: int, waiting: _Waiting) -> float | None:
+        """Time until which it is not known what a store has of a request. None: it is, or could save no time."""
+        most = self._promotions.most(request, here)
+        is_worth_asking = self._best([most], waiting) is not None or self._is_trial_due
+        return self.below.awaited(request, here) if is_worth_asking else None
+
+    def _worth_it(self, request: Request, here: int, waiting: _Waiting) -> Candidate | None:
         """How far to read for a request, where that saves time. Now and then a little, to measure the rate again."""
-        candidates = self._promotions.reachable(request, here, here)
-        prefill = self.planner.grid_tokens * 1e9 / chunk_nanoseconds if chunk_nanoseconds else None
-        queue = self._promotions.queue_bytes
-        chosen = best(candidates, prefill=prefill, rate=self.below.load_rate, queue_bytes=queue)
-        if chosen is None and self._now >= self._read_at + TRIAL_SECONDS:
+        chosen = self._best(self._promotions.reachable(request, here, here), waiting)
+        if chosen is None and self._is_trial_due:
             trial = self._promotions.candidates(request, here, here, self._promotions.trial_budget)
             chosen = next(iter(trial), None)
         return chosen
 
-    def step(self) -> Iterator[tuple[int, int, Leased | None]]:
-        """Read on. Questions that are answered now, each with its engine and its number: None for one that no engine
-        must ask.
+    def _best(self, candidates: Sequence[Candidate], waiting: _Waiting) -> Candidate | None:
+        chunk = waiting.chunk_nanoseconds
+        prefill = self.planner.grid_tokens * 1e9 / chunk if chunk else None
+        queue = self._promotions.queue_bytes
+        return best(candidates, prefill=prefill, rate=self.below.load_rate, queue_bytes=queue)
+
+    @property
+    def _is_trial_due(self) -> bool:
+        return self._now >= self._read_at + TRIAL_SECONDS
+
+    def step(self) -> Iterator[tuple[int, int, Leased | Pending | None]]:
+        """Read on. Questions that are answered now, or wait anew, each with its engine and its number: None for one
+        that no engine must ask.
         """
         if self._now < self._step_at:
             return
         self._advance()
         self._step_at = self._now + ROOM_SECONDS
-        for (engine, id), (keys, want) in list(self._readings.items()):
-            if want.is_over or self._now >= want.deadline:
-                del self._readings[engine, id]
-                try:
-                    yield engine, id, self._lease(engine, id, *self._find(engine, id, keys))
-                except MisuseError:
-                    yield engine, id, None
-                finally:
-                    self._end(want)  # after the lease that the answer has
-        self._step_at = min((self._step_at, *(want.deadline for _, want in self._readings.values())))
+        for (engine, id), waiting in list(self._waiting.items()):
+            is_over = not self.below.is_asked((engine, id)) if waiting.want is None else waiting.want.is_over
+            if is_over or self._now >= waiting.deadline:
+                yield engine, id, self._again(engine, id)
+        self._step_at = min((self._step_at, *(each.deadline for each in self._waiting.values())))
+
+    def _again(self, engine: int, id: int) -> Leased | Pending | None:
+        waiting = self._waiting.pop((engine, id))
+        try:
+            answer = self._answer(engine, id, waiting)
+        except MisuseError:
+            answer = None
+        if not isinstance(answer, Pending):
+            self._end((engine, id), waiting)  # after the lease that the answer has
+        return answer
 
     def _advance(self) -> None:
         """Read more for questions that wait, those that came first before others. One that has not begun, behind one
         that finds no room, costs nothing.
         """
         may_read = True
-        for (engine, _), (_, want) in self._readings.items():
-            if (may_read or want.has_begun) and not want.is_over and self._now < want.deadline:
+        for (engine, _), waiting in self._waiting.items():
+            want = waiting.want
+            if want is None or want.is_over or self._now >= want.deadline:
+                continue
+            if may_read or want.has_begun:
                 self._policy.serve(engine)
                 may_read = self._promotions.advance(want, may_read, self._now)
 
-    def _end(self, want: Want) -> None:
-        """Others find room where it was."""
-        self._promotions.end(want)
-        self._step_at = self._now
+    def _end(self, question: tuple[int, int], waiting: _Waiting) -> None:
+        """Nobody waits for it any more. Others find room where what was read for it is."""
+        self.below.admitted(question)
+        if waiting.want is not None:
+            self._promotions.end(waiting.want)
+            self._step_at = self._now
 
     def release(self, engine: int, id: int) -> None:
-        if (engine, id) in self._readings:
-            self._end(self._readings.pop((engine, id))[1])
+        if (engine, id) in self._waiting:
+            self._end((engine, id), self._waiting.pop((engine, id)))
         else:
             super().release(engine, id)
 
     def leave(self, engine: int) -> None:
-        for other, id in list(self._readings):
+        for other, id in list(self._waiting):
             if other == engine:
                 self.release(engine, id)
         super().leave(engine)
@@ -140,7 +182,9 @@ class TieredKeeper(Keeper):
         return self.below.plan()
 
     def report_below(self, report: TierReport) -> None:
-        """The tier has finished transfers."""
+        """The tier has finished transfers, or a store has answered."""
+        if report.told:
+            self._step_at = self._now
         for ended, load in self.below.report(report):
             _, want, _ = self._promotions.slices[load.owner]
             self._policy.serve(cast(tuple[int, int], want.request.id)[0])
@@ -148,19 +192,20 @@ class TieredKeeper(Keeper):
             self._step_at = self._now
 
     @property
-    def is_reading(self) -> bool:
-        """Whether a question waits for what is read."""
-        return bool(self._readings)
+    def is_awaited(self) -> bool:
+        """Whether a question waits for the tier."""
+        return bool(self._waiting)
 
     def check_valid(self) -> None:
         super().check_valid()
         self.below.edge.check_valid()
         self._promotions.check_valid()
-        assert {*self._promotions.open} == {want for _, want in self._readings.values()}, "a want is nobody's"
+        wants = {each.want for each in self._waiting.values()} - {None}
+        assert {*self._promotions.open} == wants, "a want is nobody's"
 
     def _check_new(self, engine: int, id: int) -> None:
         super()._check_new(engine, id)
-        if (engine, id) in self._readings:
+        if (engine, id) in self._waiting:
             raise MisuseError(f"the number {id} is that of a question that waits")
 
     def _used(self, names: Sequence[bytes]) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
@@ -46,14 +47,13 @@ from cpu_prefix_cache.keeper.shape import planner_of, shared_shape
 from cpu_prefix_cache.memory.shared_file import receive, user_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.request import Pending
-from cpu_prefix_cache.messages.tier import SLOTS_BY_HOST
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES
 from cpu_prefix_cache.node.pool_tier import PoolTier
 from cpu_prefix_cache.node.presence import is_present
 from cpu_prefix_cache.node.region import Region
-from cpu_prefix_cache.slab.settings import FileTier
+from cpu_prefix_cache.slab.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +87,10 @@ class Server:
         *,
         adopt_seconds: float = ADOPT_SECONDS,
         settle_seconds: float = SETTLE_SECONDS,
-        below: FileTier | None = None,
+        below: Tier | None = None,
     ) -> None:
-        if below is not None and below.bytes < SLOTS_BY_HOST * host_bytes:
-            raise ConfigurationError(
-                f"files of {below.bytes} bytes are below a pool of {host_bytes}, and hold all that it has; give them "
-                f"{SLOTS_BY_HOST} times as much, or more"
-            )
+        if below is not None:
+            below.slots(host_bytes, 1)  # whatever size a slot will have
         self._host_bytes, self._settle_seconds, self._tier = host_bytes, settle_seconds, below
         self._lock = _locked(path)
         was_there = os.path.lexists(path)
@@ -345,13 +342,7 @@ class Server:
         elif keeper is None or engine == NOBODY:
             raise ProtocolError(f"got {kind.name} before {Kind.HELLO.name}")
         elif kind is Kind.RUN:
-            now = time.monotonic()
-            answer = keeper.run(engine, id, keys, now, numbers[0])
-            if isinstance(answer, Pending):
-                microseconds = int((answer.deadline - now) / MICROSECOND)
-                self._send(connection, Message(Kind.READING, id, (microseconds,)))
-            else:
-                self._send(connection, Message(Kind.RAN, id, answer.numbers))
+            self._send_run(connection, id, keeper.run(engine, id, keys, time.monotonic(), numbers[0]))
         elif kind is Kind.TAKE:
             granted = keeper.take(engine, id, keys, bool(numbers[0]))
             self._send(connection, Message(Kind.TOOK, id, granted.numbers))
@@ -365,17 +356,24 @@ class Server:
             keeper.name(engine, keys[0])
 
     def _step_below(self, below: PoolTier) -> None:
-        for engine, id, leased in below.step():
+        for engine, id, answer in below.step():
             connection = self._joined.get(engine)
             if connection is None:
                 continue  # its socket has ended; it is gone when its lock is free
             try:
-                if leased is None:
+                if answer is None:
                     raise ProtocolError("it asks for several prompts as one")
-                self._send(connection, Message(Kind.RAN, id, leased.numbers))
+                self._send_run(connection, id, answer)
             except ProtocolError as error:
                 logger.warning("engine %d is left alone: %s", engine, error)
                 self._close(connection)
+
+    def _send_run(self, connection: _Connection, id: int, answer: Leased | Pending) -> None:
+        if isinstance(answer, Pending):
+            microseconds = max(0, int((answer.deadline - time.monotonic()) / MICROSECOND))
+            self._send(connection, Message(Kind.READING, id, (microseconds,)))
+        else:
+            self._send(connection, Message(Kind.RAN, id, answer.numbers))
 
     def _greet(self, connection: _Connection, hello: Message) -> None:
         block_bytes, number, *shape = hello.numbers

@@ -83,6 +83,10 @@ class StoreQuestions:
             return None
         return question.deadline + (LATE_SECONDS if now >= question.deadline else 0.0)
 
+    def is_asked(self, id: Hashable) -> bool:
+        """Whether a request waits for an answer."""
+        return id in self._of and not self._of[id].is_over
+
     def admitted(self, id: Hashable) -> None:
         """The request will not be looked up again."""
         self._of.pop(id, None)
@@ -179,13 +183,17 @@ class StoreQuestions:
         keys, depth = question.keys, question.ask.depth
         stop = depth + told.chunks
         known = self._pool.resident_run(keys, 0, stop)
-        if known < depth:
-            return  # what was known has been forgotten meanwhile: nobody has asked for it
+        if known < depth or not self._are_new(keys[known:stop]):
+            return  # what was known has been forgotten meanwhile: nobody has asked for it. Or it is of several prompts
         if known < stop and self._pool.shape.blocks_per_chunk:  # bare chunks are of no use
             self._take(_chain(keys, known, stop))
         for at in self._checkpoints(question, stop, set(told.pieces)):
             known = self._pool.resident_run(keys, 0, at)
             self._take(_chain(keys, known, at, self._coordinator.checkpoint_at(keys, at)))
+
+    def _are_new(self, keys: Sequence[bytes]) -> bool:
+        """Whether the pool has none of these, and each is there once, as in one prompt."""
+        return len(set(keys)) == len(self._pool.missing(keys)) == len(keys)
 
     def _checkpoints(self, question: StoreQuestion, stop: int, pieces: set[tuple[bytes, int, int]]) -> Iterator[int]:
         """The depths at which a checkpoint is there with all of its pieces, from the deepest on."""

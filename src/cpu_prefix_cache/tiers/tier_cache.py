@@ -117,6 +117,7 @@ class TierCache:
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
+        self.is_queried = options.ask_seconds is not None  # a store that others write, too
         self._questions = StoreQuestions(self.coordinator, self._take, self._answered, options.ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
         self._now = 0.0
@@ -148,6 +149,10 @@ class TierCache:
         if not self.can_be_read:
             return None
         return self._questions.awaited(request, host_end, self._now)
+
+    def is_asked(self, id: Hashable) -> bool:
+        """Whether that is not known yet of a request for which it was awaited."""
+        return self.can_be_read and self._questions.is_asked(id)
 
     @property
     def load_rate(self) -> float | None:

@@ -1,4 +1,4 @@
-"""A keeper with files below its pool, as a process, and what the files have."""
+"""A keeper with files or a store below its pool, as a process, and what the files have."""
 
 import json
 import time
@@ -16,10 +16,22 @@ def wait_until(is_so):
         time.sleep(0.01)
 
 
-class Node(KeeperProcess):
-    """A keeper, with files that have so many slots, or 4 times the pool's. It waits long for them."""
+class PatientKeeper(KeeperProcess):
+    """It waits long for what is below its pool."""
 
     program = ("-m", "tests.unit.keeper.patient_keeper")
+
+
+class NodeWithStore(PatientKeeper):
+    """The keeper of one of several nodes, which have this store."""
+
+    def __init__(self, folder, url, **options):
+        folder.mkdir()
+        super().__init__(folder, slots=128, below=url, **{"adopt-seconds": 0, **options})
+
+
+class Node(PatientKeeper):
+    """A keeper, with files that have so many slots, or 4 times the pool's."""
 
     def __init__(self, folder, slots=64, block_bytes=CHUNK_BYTES, file_slots=None, **options):
         self.files = folder / "files"
@@ -34,7 +46,7 @@ class Node(KeeperProcess):
         self.start()
 
     def is_open(self):
-        return "files are open below the pool" in self.log.read_text()
+        return "is open below the pool" in self.log.read_text()
 
     def has_opened(self):
         wait_until(self.is_open)

@@ -20,6 +20,7 @@ class KeeperProcess:
     """`cpu-prefix-cache keep`, which can be killed and started again."""
 
     program = ("-m", "cpu_prefix_cache.tools.cli")
+    packages = ()  # folders of installed ones
 
     def __init__(self, folder, slots=32, block_bytes=CHUNK_BYTES, **options):
         self.path = str(folder / "kv.sock")
@@ -36,7 +37,7 @@ class KeeperProcess:
                 [*command, f"--host-bytes={self.host_bytes}", *options],
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "src", ROOT, *self.packages]))},
             )
         assert self.process.stdout.readline(), f"the keeper did not start: {self.log.read_text()}"
 

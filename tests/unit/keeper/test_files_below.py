@@ -258,8 +258,8 @@ def test_a_keeper_with_files_imports_no_torch(tmp_path):
 @pytest.mark.parametrize(
     ("below", "sentence"),
     [
-        ("redis://localhost:6379", "stores that machines share"),
-        ("file:/tmp:1MiB", "2 times as much"),
+        ("elsewhere://localhost:6379", "unknown kind of tier"),
+        ("file:/tmp:1MiB", "give the tier at least"),
         ("/nvme/kv", "unknown kind of tier"),
     ],
 )

@@ -85,7 +85,7 @@ def stores(below, memory, keys=KEYS, id=1):
 def loads(below, memory):
     """Contents of the slots that are found, read from files."""
     assert waits(below)
-    ((_, _, leased),) = until_so(below, lambda: not below.keeper.is_reading)
+    ((_, _, leased),) = until_so(below, lambda: not below.keeper.is_awaited)
     found = [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in leased.slots]
     below.keeper.release(ENGINE, 2)
     return found
@@ -186,7 +186,7 @@ def test_questions_behind_one_that_finds_no_room_cost_nothing(tmp_path, monkeypa
         for id, keys in enumerate(prompts):
             assert isinstance(keeper.run(ENGINE, id, keys, now), Pending)
         assert not list(keeper.step()) and seen.call_count == 2
-        answered = until_so(below, lambda: not keeper.is_reading)
+        answered = until_so(below, lambda: not keeper.is_awaited)
         assert [leased.depth for _, _, leased in answered] == [SLOTS // 8] * len(prompts)
 
 

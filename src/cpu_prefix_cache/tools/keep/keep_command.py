@@ -2,8 +2,9 @@
 
 Engines of this user that are given the socket share what they compute, if they have the same model, revision and layout
 (docs/keeper.md). The memory is taken as engines write to it, and counts for the control group of the engine that comes
-first. With --below, files have what engines have stored, also when all of them and the keeper have ended. The keeper
-needs neither torch nor a GPU. SIGTERM ends it; engines go on, and hand the memory to the next keeper at this socket.
+first. With --below, files or a store have what engines have stored, also when all of them and the keeper have ended.
+The keeper needs neither torch nor a GPU. SIGTERM ends it; engines go on, and hand the memory to the next keeper at this
+socket.
 """
 
 import argparse
@@ -12,10 +13,9 @@ import signal
 import sys
 
 from cpu_prefix_cache.memory.limits import check_fits
-from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.sizes import parse_bytes
 from cpu_prefix_cache.node.server import ADOPT_SECONDS, SETTLE_SECONDS, Server
-from cpu_prefix_cache.slab.settings import FileTier, parse_file_tier
+from cpu_prefix_cache.stores.dialect import parse_tier
 
 
 def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,9 +31,9 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument(
         "--below",
-        metavar="file:PATH:SIZE",
-        help="files that outlive keeper and engines, such as file:/nvme/kv:2TiB: at least twice the pool, in a folder "
-        "that is there (default: none)",
+        metavar="TIER",
+        help="a tier that outlives keeper and engines: files, such as file:/nvme/kv:2TiB, at least twice the pool, in "
+        "a folder that is there; or a store that machines share, such as redis://cache:6379 (default: none)",
     )
     parser.add_argument(
         "--adopt-seconds",
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         host_bytes,
         adopt_seconds=args.adopt_seconds,
         settle_seconds=args.settle_seconds,
-        below=None if args.below is None else _below(args.below),
+        below=None if args.below is None else parse_tier(args.below),
     )
     server.end_by(signal.SIGTERM)
     print(f"keeping {args.host_bytes} at {args.socket}", flush=True)
@@ -70,12 +70,3 @@ def run(args: argparse.Namespace) -> int:
     finally:
         server.close()
     return 0
-
-
-def _below(text: str) -> FileTier:
-    if "://" in text:
-        raise ConfigurationError(
-            "below the pool of a keeper are files, such as file:/nvme/kv:2TiB: stores that machines share are for "
-            "engines with memory of their own"
-        )
-    return parse_file_tier(text)

@@ -1,0 +1,120 @@
+"""A keeper over a store that others write, too: when that is queried, and what becomes of the question that waits.
+
+The test is the engines, the store, and the clock.
+"""
+
+import pytest
+
+from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
+from cpu_prefix_cache.keeper.answers import NOTHING
+from cpu_prefix_cache.keeper.names import named
+from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.keeper.tiered_keeper import TieredKeeper
+from cpu_prefix_cache.messages.plan import RankReport
+from cpu_prefix_cache.messages.request import Pending
+from cpu_prefix_cache.messages.tier import TierOptions, TierReport, Told
+
+SLOTS, BLOCK, ASK_SECONDS = 32, 64, 0.02
+NAMESPACE, ENGINE = b"n" * NAMESPACE_BYTES, 1
+A, B, C, D = (letter.encode() * KEY_BYTES for letter in "abcd")
+MODEL = HybridChunkPlanner([PrefixGroup(name="0", block_tokens=4, block_bytes=BLOCK)], max_model_len=64)
+
+
+class Asking(TieredKeeper):
+    def __init__(self):
+        records = Records(memoryview(bytearray(records_bytes(SLOTS))))
+        records.begin(SLOTS, BLOCK)
+        super().__init__(SLOTS, records, MODEL, TierOptions(4 * SLOTS, ask_seconds=ASK_SECONDS))
+        self.join(ENGINE, NAMESPACE)
+        self.hears()
+        self.hears_of = 0
+
+    def hears(self, done=(), told=(), heard=None):
+        ranks = RankReport(0, frozenset(done))
+        self.report_below(TierReport(ranks, 1, is_scanned=True, told=tuple(told), heard=heard))
+        self.check_valid()
+
+    def asks(self):
+        """Keys that the store is queried for now, by the number of the query."""
+        return {ask.id: ask.keys for ask in self.plan_below().asks}
+
+    def answers(self):
+        """By the number of the question."""
+        return {id: answer for _, id, answer in self.step()}
+
+
+@pytest.fixture
+def keeper():
+    return Asking()
+
+
+def test_a_question_waits_for_the_answer_of_the_store_and_then_for_what_is_read(keeper):
+    assert keeper.run(ENGINE, 1, [A, B, C]) == Pending(ASK_SECONDS)
+    assert keeper.asks() == {0: tuple(named(NAMESPACE, [A, B, C]))} and not keeper.answers()
+    keeper.hears(told=[Told(0, True, 2)])
+    (reading,) = keeper.answers().values()
+    assert isinstance(reading, Pending)
+    list(keeper.step())
+    (load,) = keeper.plan_below().step.transfers
+    keeper.hears(done=[load.id])
+    (leased,) = keeper.answers().values()
+    assert (leased.present, leased.depth, len(leased.slots)) == (2, 2, 2) and not keeper.is_awaited
+
+
+@pytest.mark.parametrize("told", [Told(0, True, 0), Told(0, False)])
+def test_a_store_without_it_and_one_that_fails_are_a_miss(keeper, told):
+    keeper.run(ENGINE, 1, [A])
+    keeper.asks()
+    keeper.hears(told=[told])
+    assert keeper.answers() == {1: NOTHING}
+
+
+def test_a_store_that_does_not_answer_costs_a_question_its_deadline(keeper):
+    keeper.run(ENGINE, 1, [A])
+    keeper.asks()
+    keeper.hears(heard=1)
+    assert keeper.answers() == {}
+    keeper.passed(ASK_SECONDS)
+    assert keeper.answers() == {1: NOTHING}
+
+
+def test_a_store_is_not_queried_for_a_prompt_of_which_the_pool_has_all(keeper):
+    keeper.take(ENGINE, 1, [A, B])
+    keeper.commit(ENGINE, 1, 2, False)
+    assert keeper.run(ENGINE, 2, [A, B]).depth == 2 and not keeper.asks()
+    assert isinstance(keeper.run(ENGINE, 3, [A, B, C]), Pending) and keeper.asks()
+
+
+def test_a_store_is_not_queried_where_computing_is_sooner(keeper):
+    keeper._read_at = keeper._now
+    keeper.below.edge.break_even.loads_at(0, 1.0)  # a byte a second
+    assert keeper.run(ENGINE, 1, [A], chunk_nanoseconds=1_000_000) == NOTHING and not keeper.asks()
+    assert isinstance(keeper.run(ENGINE, 2, [A], chunk_nanoseconds=10**12), Pending)
+
+
+@pytest.mark.parametrize("ends", ["answered", "released", "gone"])
+def test_a_number_that_comes_again_is_another_question(keeper, ends):
+    keeper.run(ENGINE, 1, [A])
+    keeper.asks()
+    if ends == "answered":
+        keeper.hears(told=[Told(0, True, 0)])
+        assert keeper.answers() == {1: NOTHING}
+    elif ends == "released":
+        keeper.release(ENGINE, 1)
+    else:
+        keeper.leave(ENGINE)
+        keeper.join(ENGINE, NAMESPACE)
+    assert isinstance(keeper.run(ENGINE, 1, [D]), Pending)
+    assert keeper.asks() == {1: tuple(named(NAMESPACE, [D]))}
+
+
+@pytest.mark.parametrize("wrong", [[C, B], [C, C]])
+def test_keys_of_several_prompts_that_a_store_has_break_nothing(keeper, wrong):
+    """A key is that of all tokens up to its chunk's end, so of these one has another beginning in each prompt."""
+    keeper.run(ENGINE, 1, [A, B])
+    keeper.run(ENGINE, 2, wrong)
+    keeper.asks()
+    keeper.hears(told=[Told(0, True, 2), Told(1, True, 2)])
+    answers = keeper.answers()
+    assert isinstance(answers[1], Pending) and answers[2] in (None, NOTHING)
