@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -42,6 +43,8 @@ from connector.vllm.metrics import (
     TransferTimes,
 )
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.keeper.metrics import metrics_of, spelled
+from cpu_prefix_cache.messages.stats import CacheStatistics, KeeperStatistics, PoolStatistics, TierStatistics
 from cpu_prefix_cache.prefix_cache import FAILURES_IN_A_ROW
 from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS
@@ -647,3 +650,21 @@ def test_two_engines_that_were_made_before_either_reports_both_report(tmp_path):
         assert shown == 5
     finally:
         unregister_vllm_metrics()
+
+
+OF_A_KEEPER = {"engines", "leases", "writes", "questions"}
+OF_A_KEEPER |= {"asked_chunks", "hit_chunks", "tier_hit_chunks", "stored_chunks"}
+
+
+def test_numbers_of_a_keeper_are_called_as_those_of_an_engine_where_they_count_the_same():
+    pool = PoolStatistics(capacity=4, ready=4)
+    tier = TierStatistics(CacheStatistics(pool), "open", "eager", 0, 0, 0, None)
+    page = spelled(metrics_of(KeeperStatistics(pool, 1, 0, 0, 0, 0, 0, 0, 0), tier))
+    shown = {each.name.removeprefix("cpu_prefix_cache_"): each for each in text_string_to_metric_families(page)}
+    ours = {metric.name: metric for metric in (*METRICS, *TIER_METRICS)}
+    assert {*shown} - {*ours} == OF_A_KEEPER
+    for name in {*shown} & {*ours}:
+        assert shown[name].type == {Kind.COUNT: "counter", Kind.LEVEL: "gauge"}[ours[name].kind]
+        labels = [sample.labels for sample in shown[name].samples]
+        values = [{ours[name].label: value} for value in ours[name].values if len(ours[name].values) > 1]
+        assert labels == (values or [{}])

@@ -32,7 +32,7 @@ from cpu_prefix_cache.keeper.records import Records
 from cpu_prefix_cache.keeper.recovery import recover
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.request import CheckpointAt, Pending
-from cpu_prefix_cache.messages.stats import PoolStatistics
+from cpu_prefix_cache.messages.stats import KeeperStatistics, PoolStatistics
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.chain import Chain
@@ -73,12 +73,28 @@ class Keeper:
         self._edge = RecordedEdge(RecordedStores(self._coordinator, records), records)
         (self._policy,) = policies
         self._engines: dict[int, _Engine] = {}
+        self._questions = self._asked_chunks = self._hit_chunks = self._tier_hit_chunks = self._stored = 0
         self.absent = set[int]()  # engines of the keeper before this one
 
     # Looking
 
     def statistics(self) -> PoolStatistics:
         return self._pool.statistics()
+
+    def keeper_statistics(self) -> KeeperStatistics:
+        """O(engines + pins)."""
+        engines = self._engines.values()
+        return KeeperStatistics(
+            self._pool.statistics(),
+            engines=len(engines),
+            leases=sum(len(engine.leases) for engine in engines),
+            writes=sum(len(engine.writes) for engine in engines),
+            questions=self._questions,
+            asked_chunks=self._asked_chunks,
+            hit_chunks=self._hit_chunks,
+            tier_hit_chunks=self._tier_hit_chunks,
+            stored=self._stored,
+        )
 
     def held(self, engine: int) -> int:
         """How many chunks are counted for this engine: it used them last."""
@@ -165,8 +181,10 @@ class Keeper:
         if has_checkpoint and (write.chain.checkpoint is None or count < len(write.chain.keys)):
             raise MisuseError(f"engine {engine} commits the checkpoint of {id}, which it has not written")
         self._policy.serve(engine)
-        committed = self._edge.promoted(write, True, count + has_checkpoint)
+        written = count + has_checkpoint
+        committed = self._edge.promoted(write, True, written)
         del writes[id]
+        self._stored += written
         self._committed(committed)
 
     def check_valid(self) -> None:
@@ -199,8 +217,11 @@ class Keeper:
     def _lease(
         self, engine: int, id: int, names: Sequence[bytes], path: Sequence[int], depth: int, node: int | None
     ) -> Leased:
+        self._questions += 1
+        self._asked_chunks += len(names)
         if node is None:
             return Leased(len(path), 0, ())
+        self._hit_chunks += depth
         self._used(names[:depth])
         self._policy.serve(engine)
         self._pool.touch(node)

@@ -21,6 +21,7 @@ from cpu_prefix_cache.keeper.records import Records
 from cpu_prefix_cache.messages.errors import MisuseError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS
 from cpu_prefix_cache.messages.request import Pending, Request
+from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
@@ -51,6 +52,7 @@ class TieredKeeper(Keeper):
         self.below = TierCache(planner, self._pool, replace(options, offload="eager"), USUAL_OPTIONS, ranks=1)
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._waiting: dict[tuple[int, int], _Waiting] = {}  # by engine and number
+        self._asked = self._late = self._declined = 0
         self._now = self._read_at = 0.0  # when something was last read for a question
         self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
@@ -89,6 +91,7 @@ class TieredKeeper(Keeper):
         deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
         waiting.deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
         waiting.want = self._promotions.note(request, chosen, here, waiting.deadline)
+        self._asked += 1
         return True
 
     def _unknown_until(self, request: Request, here: int, waiting: _Waiting) -> float | None:
@@ -99,10 +102,12 @@ class TieredKeeper(Keeper):
 
     def _worth_it(self, request: Request, here: int, waiting: _Waiting) -> Candidate | None:
         """How far to read for a request, where that saves time. Now and then a little, to measure the rate again."""
-        chosen = self._best(self._promotions.reachable(request, here, here), waiting)
+        candidates = self._promotions.reachable(request, here, here)
+        chosen = self._best(candidates, waiting)
         if chosen is None and self._is_trial_due:
             trial = self._promotions.candidates(request, here, here, self._promotions.trial_budget)
             chosen = next(iter(trial), None)
+        self._declined += bool(candidates) and chosen is None
         return chosen
 
     def _best(self, candidates: Sequence[Candidate], waiting: _Waiting) -> Candidate | None:
@@ -135,6 +140,10 @@ class TieredKeeper(Keeper):
             answer = self._answer(engine, id, waiting)
         except MisuseError:
             answer = None
+        if waiting.want is not None and isinstance(answer, Leased):
+            here = waiting.want.host_end // self.planner.grid_tokens
+            self._tier_hit_chunks += max(0, answer.depth - here)
+            self._late += not waiting.want.is_over
         if not isinstance(answer, Pending):
             self._end((engine, id), waiting)  # after the lease that the answer has
         return answer
@@ -190,6 +199,11 @@ class TieredKeeper(Keeper):
             self._policy.serve(cast(tuple[int, int], want.request.id)[0])
             self._committed(self._promotions.ended(ended, load))
             self._step_at = self._now
+
+    def tier_statistics(self) -> TierStatistics:
+        """O(pins)."""
+        below = self.below.tier_statistics()
+        return replace(below, asked=self._asked, late=self._late, declined=self._declined)
 
     @property
     def is_awaited(self) -> bool:

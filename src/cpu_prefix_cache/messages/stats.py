@@ -60,6 +60,21 @@ class CacheStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class KeeperStatistics:
+    """A keeper at one moment: its pool and its engines now, and counts since it was started."""
+
+    pool: PoolStatistics
+    engines: int
+    leases: int
+    writes: int
+    questions: int  # that were answered
+    asked_chunks: int  # of their prompts
+    hit_chunks: int  # of these, those that were leased: a request could resume after them
+    tier_hit_chunks: int  # and of these, those beyond what was here when the tier below began to be read
+    stored: int  # chunks and checkpoints
+
+
+@dataclass(frozen=True, slots=True)
 class TierStatistics:
     """The tier below host memory. In `cache` its blocks are slots, its stores demotions, and its loads promotions."""
 

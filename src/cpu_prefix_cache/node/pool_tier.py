@@ -16,6 +16,7 @@ from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.shape import shared_planner, shared_shape
 from cpu_prefix_cache.keeper.tiered_keeper import TieredKeeper
 from cpu_prefix_cache.messages.request import Pending
+from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.model.planner import HybridChunkPlanner, Piece
 from cpu_prefix_cache.node.region import Region
 from cpu_prefix_cache.slab.namespace import Namespace
@@ -56,6 +57,15 @@ class PoolTier:
             logger.info("%s is open below the pool, with %d chunks", self._name, found)
         yield from self.keeper.step()
         self._rank.run(self.keeper.plan_below())
+
+    def statistics(self) -> TierStatistics:
+        seen = self._rank.statistics()
+        return replace(
+            self.keeper.tier_statistics(),
+            read_seconds=seen.read_seconds,
+            write_seconds=seen.write_seconds,
+            kept=seen.kept,
+        )
 
     @property
     def wait_seconds(self) -> float | None:

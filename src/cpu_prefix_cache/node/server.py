@@ -23,7 +23,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -31,6 +31,7 @@ from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.counts import counted
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
+from cpu_prefix_cache.keeper.metrics import metrics_of, spelled
 from cpu_prefix_cache.keeper.protocol import (
     MICROSECOND,
     NOBODY,
@@ -50,6 +51,7 @@ from cpu_prefix_cache.messages.request import Pending
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.hello import NUM_FILES, READ_BYTES
+from cpu_prefix_cache.node.metrics_page import show
 from cpu_prefix_cache.node.pool_tier import PoolTier
 from cpu_prefix_cache.node.presence import is_present
 from cpu_prefix_cache.node.region import Region
@@ -78,7 +80,10 @@ class _Connection:
 
 
 class Server:
-    """Keeps `host_bytes` bytes for the engines that connect at `path`. Raises ConfigurationError where it cannot."""
+    """Keeps `host_bytes` bytes for the engines that connect at `path`. Raises ConfigurationError where it cannot.
+
+    Who connects to `metrics`, a listener, is shown what all this comes to.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class Server:
         adopt_seconds: float = ADOPT_SECONDS,
         settle_seconds: float = SETTLE_SECONDS,
         below: Tier | None = None,
+        metrics: socket.socket | None = None,
     ) -> None:
         if below is not None:
             below.slots(host_bytes, 1)  # whatever size a slot will have
@@ -95,7 +101,8 @@ class Server:
         self._lock = _locked(path)
         was_there = os.path.lexists(path)
         self._make_until = time.monotonic() + (adopt_seconds if was_there else 0.0)
-        self._listener = _listening(path)
+        listeners = [(_listening(path), self._connected), *([] if metrics is None else [(metrics, self._show)])]
+        self._listeners = {listener.fileno(): (listener, begin) for listener, begin in listeners}
         self._region: Region | None = None
         self._keeper: Keeper | None = None
         self._below: PoolTier | None = None
@@ -107,7 +114,7 @@ class Server:
         self._wakes: tuple[socket.socket, ...] = ()
         self._is_ended = False
         self._poll = select.poll()
-        self._poll.register(self._listener, select.POLLIN)
+        self._listen()
 
     def serve(self) -> None:
         """Serve until it is ended."""
@@ -129,8 +136,8 @@ class Server:
     def step(self) -> None:
         """Wait for what comes next, and answer it."""
         for file, events in self._poll.poll(self._milliseconds):
-            if file == self._listener.fileno():
-                self._accept()
+            if file in self._listeners:
+                self._accept(*self._listeners[file])
             elif file in self._connections:
                 self._serve(self._connections[file], events)
         if self._below is not None:
@@ -142,7 +149,8 @@ class Server:
         """Let all go. The socket's file stays: who comes next waits for what engines hand back."""
         for connection in list(self._connections.values()):
             self._close(connection)
-        self._listener.close()
+        for listener, _ in self._listeners.values():
+            listener.close()
         if self._below is not None:
             self._below.close()
         os.close(self._lock)
@@ -166,7 +174,7 @@ class Server:
     def _tick(self, now: float) -> None:
         if self._full_until is not None and now >= self._full_until:
             self._full_until = None
-            self._poll.register(self._listener, select.POLLIN)
+            self._listen()
         waiting = [each for each in self._connections.values() if each.hello is not None]
         if self._region is None and waiting and now >= self._make_until:
             self._make(waiting[0])
@@ -191,14 +199,30 @@ class Server:
                 self._keeper.leave(number)
         self._leaving.discard(number)
 
-    def _accept(self) -> None:
+    def _listen(self) -> None:
+        for file in self._listeners:
+            self._poll.register(file, select.POLLIN)
+
+    def _accept(self, listener: socket.socket, begin: Callable[[socket.socket], None]) -> None:
+        if self._full_until is not None:
+            return
         try:
-            connected, _ = self._listener.accept()
-        except OSError as error:  # it is gone already, or there are too many
-            logger.warning("an engine was not accepted: %s", error)
-            self._poll.unregister(self._listener)  # else it is reported again at once
+            connected, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it is gone already
+        except OSError as error:  # there are too many
+            logger.warning("nobody is accepted for %.0f s: %s", FULL_SECONDS, error)
+            for file in self._listeners:
+                self._poll.unregister(file)  # else it is reported again at once
             self._full_until = time.monotonic() + FULL_SECONDS
             return
+        begin(connected)
+
+    def _show(self, connected: socket.socket) -> None:
+        tier = None if self._below is None else self._below.statistics()
+        show(connected, "" if self._keeper is None else spelled(metrics_of(self._keeper.keeper_statistics(), tier)))
+
+    def _connected(self, connected: socket.socket) -> None:
         if user_of(connected) != os.geteuid():
             logger.warning(
                 "a process of user %d was refused: a pool is for the engines of one user", user_of(connected)

@@ -39,7 +39,8 @@ class KeeperProcess:
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "src", ROOT, *self.packages]))},
             )
-        assert self.process.stdout.readline(), f"the keeper did not start: {self.log.read_text()}"
+        self.first_line = self.process.stdout.readline().decode()
+        assert self.first_line, f"the keeper did not start: {self.log.read_text()}"
 
     def kill(self, sign=signal.SIGKILL):
         self.process.send_signal(sign)

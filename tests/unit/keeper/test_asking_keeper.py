@@ -62,6 +62,24 @@ def test_a_question_waits_for_the_answer_of_the_store_and_then_for_what_is_read(
     assert (leased.present, leased.depth, len(leased.slots)) == (2, 2, 2) and not keeper.is_awaited
 
 
+def test_chunks_that_the_pool_had_are_no_hits_of_the_tier(keeper):
+    keeper.take(ENGINE, 1, [A, B])
+    keeper.commit(ENGINE, 1, 2, False)
+    for store in keeper.plan_below().step.transfers:
+        keeper.hears(done=[store.id])
+    keeper.run(ENGINE, 2, [A, B, C])
+    keeper.asks()
+    keeper.hears(told=[Told(0, True, 1)])
+    assert isinstance(keeper.answers()[2], Pending)
+    list(keeper.step())
+    (load,) = keeper.plan_below().step.transfers
+    keeper.hears(done=[load.id])
+    assert keeper.answers()[2].depth == 3
+    now = keeper.keeper_statistics()
+    assert (now.questions, now.asked_chunks, now.hit_chunks, now.tier_hit_chunks) == (1, 3, 3, 1)
+    assert keeper.tier_statistics().asked == 1 and keeper.tier_statistics().late == 0
+
+
 @pytest.mark.parametrize("told", [Told(0, True, 0), Told(0, False)])
 def test_a_store_without_it_and_one_that_fails_are_a_miss(keeper, told):
     keeper.run(ENGINE, 1, [A])

@@ -675,8 +675,9 @@ def test_a_keeper_without_files_to_spare_waits_and_accepts_again(served, monkeyp
     server, connected = served
     connected.sendall(HELLO)
     server.step()
-    listener, accept = server._listener, Mock(side_effect=OSError("too many open files"))
-    monkeypatch.setattr(server, "_listener", Mock(wraps=listener, accept=accept, fileno=listener.fileno))
+    ((file, (listener, begin)),) = server._listeners.items()
+    accept = Mock(side_effect=OSError("too many open files"))
+    monkeypatch.setitem(server._listeners, file, (Mock(wraps=listener, accept=accept), begin))
     with socket.socket(socket.AF_UNIX) as late:
         late.settimeout(PATIENCE)
         late.connect(connected.getpeername())

@@ -14,6 +14,7 @@ import sys
 
 from cpu_prefix_cache.memory.limits import check_fits
 from cpu_prefix_cache.messages.sizes import parse_bytes
+from cpu_prefix_cache.node.metrics_page import listening
 from cpu_prefix_cache.node.server import ADOPT_SECONDS, SETTLE_SECONDS, Server
 from cpu_prefix_cache.stores.dialect import parse_tier
 
@@ -36,6 +37,11 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         "a folder that is there; or a store that machines share, such as redis://cache:6379 (default: none)",
     )
     parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="show metrics there, for Prometheus, such as 0.0.0.0:9400 (default: nowhere)",
+    )
+    parser.add_argument(
         "--adopt-seconds",
         type=float,
         default=ADOPT_SECONDS,
@@ -56,15 +62,18 @@ def run(args: argparse.Namespace) -> int:
     host_bytes = parse_bytes(args.host_bytes)
     check_fits(host_bytes)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    metrics = None if args.metrics is None else listening(args.metrics)
     server = Server(
         args.socket,
         host_bytes,
         adopt_seconds=args.adopt_seconds,
         settle_seconds=args.settle_seconds,
         below=None if args.below is None else parse_tier(args.below),
+        metrics=metrics,
     )
     server.end_by(signal.SIGTERM)
-    print(f"keeping {args.host_bytes} at {args.socket}", flush=True)
+    shown = "" if metrics is None else f", metrics at port {metrics.getsockname()[1]}"
+    print(f"keeping {args.host_bytes} at {args.socket}{shown}", flush=True)
     try:
         server.serve()
     finally:
