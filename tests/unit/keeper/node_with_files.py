@@ -5,8 +5,18 @@ import time
 
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.records import SIZE, parse, seed_of
+from cpu_prefix_cache.stores.opening import GROUP
 from tests.support.host_engine import CHUNK_BYTES, PATIENCE
+from tests.support.packages import install
 from tests.unit.keeper.pool_engine import KeeperProcess
+
+
+def install_store(folder, monkeypatch):
+    """Let keepers have stores such as folder:///mnt/kv, of a package in this folder."""
+    package = folder / "package"
+    package.mkdir()
+    install(package, monkeypatch, GROUP, {"folder": "tests.unit.stores.example_store:FolderStore"})
+    monkeypatch.setattr(KeeperProcess, "packages", (package,))
 
 
 def wait_until(is_so):

@@ -16,7 +16,7 @@ import pytest
 from tests.support.host_engine import CHUNK_BYTES
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.lives import LOADED, SERVED, all_slots, full, live
-from tests.unit.keeper.node_with_files import UsualNode, wait_until
+from tests.unit.keeper.node_with_files import UsualNode, install_store, wait_until
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 KILLS = int(os.environ.get("CRASH_KILLS", "20"))
@@ -188,3 +188,12 @@ def test_engines_and_keepers_are_killed_at_any_moment(tmp_path, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_nodes_with_files_are_killed_at_any_moment(tmp_path, model):
     survives(MODELS[model], tmp_path, KILLS, seed=KILLS, keeper_at=partial(UsualNode, **{"adopt-seconds": 2}), of_all=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_nodes_with_a_store_are_killed_at_any_moment(tmp_path, monkeypatch, model):
+    install_store(tmp_path, monkeypatch)
+    (tmp_path / "store").mkdir()
+    node = partial(KeeperProcess, below=f"folder://{tmp_path / 'store'}", **{"adopt-seconds": 2})
+    survives(MODELS[model], tmp_path, KILLS, seed=KILLS, keeper_at=node, of_all=1)

@@ -10,10 +10,8 @@ import pytest
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.slab.records import checksum
 from cpu_prefix_cache.stores import frame
-from cpu_prefix_cache.stores.opening import GROUP
 from tests.support.host_engine import PATIENCE
-from tests.support.packages import install
-from tests.unit.keeper.node_with_files import NodeWithStore, wait_until
+from tests.unit.keeper.node_with_files import NodeWithStore, install_store, wait_until
 from tests.unit.keeper.pool_engine import PoolEngine
 from tests.unit.keeper.test_files_below import MODELS, PROMPT
 
@@ -56,10 +54,7 @@ class Store:
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    package = tmp_path / "package"
-    package.mkdir()
-    install(package, monkeypatch, GROUP, {"folder": "tests.unit.stores.example_store:FolderStore"})
-    monkeypatch.setattr(NodeWithStore, "packages", (package,))
+    install_store(tmp_path, monkeypatch)
     return Store(tmp_path / "store")
 
 
