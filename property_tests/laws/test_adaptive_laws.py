@@ -161,7 +161,7 @@ def test_declined_chunks_are_worth_less_than_those_that_would_leave(
     """
     pool = BlockPool(blocks, name)
     policy: Adaptive = pool._policy
-    with mock.patch.object(Buckets, "_learn"):  # it stays as it is here
+    with mock.patch.object(Buckets, "_learn"), mock.patch.object(Buckets, "is_by_age", False):  # it stays as it is here
         worth = policy._buckets._survival.worth
         worth[:] = random.Random(seed).choices([1.0, 2.0, 3.0], k=len(worth))
         for now, prompt in enumerate(story):

@@ -7,7 +7,9 @@ Eviction takes
 
     the bucket of the least worth -> in it the segment that is there longest -> its deepest chunk
 
-and the end of a prompt is declined if it is worth less than what would have to leave for it.
+and the end of a prompt is declined if it is worth less than what would have to leave for it. Where an LRU would find
+nearly all that can be found, and more than this, what was used longest ago leaves first, and nothing is declined
+(recency.py).
 
 A segment moves only here:
 
@@ -57,7 +59,7 @@ class Adaptive(EvictionPolicy):
         self._mark: list[Any] = forest.mark
         self._keys: list[Any] = forest.key  # bytes of what is here
         self._segments = Segments(forest)
-        self._buckets = Buckets(FEATURES, HINTED, Levels(even_depth))
+        self._buckets = Buckets(FEATURES, HINTED, Levels(even_depth), forest.capacity)
         self._most_ghosts = max(1, forest.capacity // 3)
         self._num_ghosts = 0
         self._ghosts = segment_ring()
@@ -75,6 +77,7 @@ class Adaptive(EvictionPolicy):
         self._tell_time(now)
         use = self._buckets.begin(self._now)
         path, matched = self._walk(keys)
+        self._buckets.seek(path, is_hinted=next_use is not None)
         kinds = kinds_of(path, matched, next_use)
         while kinds:  # from the last one to the first
             segment = path[len(kinds) - 1]
@@ -149,7 +152,10 @@ class Adaptive(EvictionPolicy):
             above = self._next_segment(blocks, at, stop, blocks[at - 1] if at else parent, above)
             at += self._arrive(above, blocks, at, stop)
         if stop < len(blocks):
-            self._arrive(self._segment(blocks, stop, len(blocks), above), blocks, stop, len(blocks))
+            checkpoint = self._segment(blocks, stop, len(blocks), above)
+            if above is not None and checkpoint.use.number < above.use.number:  # it was here before
+                self._buckets.follow(checkpoint, above)
+            self._arrive(checkpoint, blocks, stop, len(blocks))
         if top is not None:
             self._place(top)
 
@@ -170,7 +176,9 @@ class Adaptive(EvictionPolicy):
         """The segment of the first of `blocks[at:stop]`: the one above, if they go on with it, or one below that."""
         if above is not None and above.deepest == parent and self._segments.find(self._keys[blocks[at]]) is None:
             if above.resident == above.length and not above.children:
-                above.extend(self._unknown_keys(blocks, at, stop))  # the answer of a request belongs to its prompt
+                answer = self._unknown_keys(blocks, at, stop)  # it belongs to its prompt
+                above.extend(answer)
+                self._buckets.lengthened(above, len(answer))
             if above.resident < above.length:
                 return above
         return self._segment(blocks, at, stop, above)
@@ -191,6 +199,7 @@ class Adaptive(EvictionPolicy):
             else:
                 segment.turn, segment.gap = above.turn, above.gap
                 self._buckets.stand_beside(segment, above)
+                self._buckets.lengthened(segment, segment.length)
         return segment
 
     def _unknown_keys(self, blocks: Sequence[int], at: int, stop: int) -> list[bytes]:
@@ -207,6 +216,7 @@ class Adaptive(EvictionPolicy):
     def anew(self, forest: Forest) -> "Adaptive":
         self._forest, self._mark, self._keys = forest, forest.mark, forest.key
         self._segments.anew(forest)
+        self._buckets.clear()
         here = [segment for segment in self._segments.known() if segment.resident]
         for segment in sorted(here, key=lambda segment: segment.use.at):
             segment.resident, segment.deepest = 0, NONE
@@ -220,6 +230,8 @@ class Adaptive(EvictionPolicy):
     # Eviction
 
     def choose(self, parent: int, incoming: Sequence[bytes], count: int, margin: float = 1.0) -> int:
+        if self._buckets.is_by_age:
+            return len(incoming)
         coming = self._coming(parent, incoming)
         accepted = len(incoming)
         order = self._order(count, held=parent)
@@ -259,6 +271,8 @@ class Adaptive(EvictionPolicy):
         return coming
 
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        if count:
+            self._buckets.resize(self._forest.capacity)
         runs = self._next_runs(count)
         for run in runs:
             self._evict_run(run)

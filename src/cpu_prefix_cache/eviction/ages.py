@@ -21,16 +21,20 @@ LEAVES_OF_A_MOVE = 10
 
 
 class Use(Linked):
-    """The last use, at `at` seconds, by one request, or by `shared_by` that came within a second.
+    """The last use, at `at` seconds, by one request, or by `shared_by` that came within a second. Later ones have
+    larger numbers.
 
-    `members` counts its segments by class, and `leaves` are those of them that can be evicted from.
+    `members` counts its segments by class, `leaves` are those of them that can be evicted from, and `nodes` counts
+    those of all of them.
     """
 
-    __slots__ = ("at", "bin", "leaves", "members", "shared_by")
+    __slots__ = ("at", "bin", "leaves", "members", "nodes", "number", "shared_by")
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at: float, number: int = 0) -> None:
         self.at = at
+        self.number = number
         self.bin = 0
+        self.nodes = 0
         self.shared_by = 1
         self.members: dict[int, int] = {}
         self.leaves: dict[Segment, None] = {}
@@ -99,11 +103,12 @@ class Ages:
 
     def check_valid(self) -> None:
         """Assert that uses stand by age and are counted in their buckets. For tests."""
-        at = 0.0
+        before = NEVER
         inside = Counter[int]()
         for use in self.uses():
-            assert use.at >= at and use.members, "uses are out of order, or one is nobody's"
-            at = use.at
+            assert use.at >= before.at and use.number > before.number, "uses are out of order"
+            assert use.members, "a use is nobody's"
+            before = use
             inside.update({each * BINS + use.bin: count for each, count in use.members.items()})
         for bin, ring in enumerate(self._rings):
             assert all(use.bin == bin for use in members(ring)), "a use stands in another bin than its own"

@@ -10,8 +10,11 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from sortedcontainers import SortedDict
+
 from cpu_prefix_cache.eviction.ages import NEVER, Ages, Use
 from cpu_prefix_cache.eviction.levels import Levels
+from cpu_prefix_cache.eviction.recency import Recency
 from cpu_prefix_cache.eviction.rings import members, move
 from cpu_prefix_cache.eviction.segments import Segment, enter, leave, segment_ring
 from cpu_prefix_cache.eviction.survival import BINS, Survival
@@ -27,29 +30,56 @@ Rank = tuple[float, int, int]  # worth, bin from the last to the first, row: who
 
 class Buckets:
     """`features[c]`: the levels of the features of class c, `hinted`: those that are hints (survival.py). `levels`: of
-    costs.
+    costs. `room`: for so many nodes.
     """
 
-    def __init__(self, features: Sequence[tuple[int, ...]], hinted: Mapping[int, int], levels: Levels) -> None:
+    def __init__(
+        self, features: Sequence[tuple[int, ...]], hinted: Mapping[int, int], levels: Levels, room: int
+    ) -> None:
         self._survival = Survival(features, hinted)
         self._ages = Ages(self._survival)
         self._levels = levels
+        self._recency = Recency(room)
         self._width = len(levels.costs)
         self._rings = defaultdict[int, Segment](segment_ring)  # by row
         self._ranks: list[Rank] = []  # of the rings that may have members, in order
         self._ranked: list[dict[int, Rank]] = [{} for _ in features]  # by class, and by row: those that are among them
-        self._use = Use(0.0)  # the last one
+        self._by_age = SortedDict()  # uses that have leaves, by their numbers
+        self._use = NEVER  # the last one
         self._requests = self._next_round = 0
         self._to_learn: list[int] = []  # classes, the last one next
 
+    @property
+    def is_by_age(self) -> bool:
+        """Whether what was used longest ago leaves first: as all costs the same, and an LRU would find enough."""
+        return self._width == 1 and self._recency.is_enough
+
     def rank(self, segment: Segment) -> Rank:
-        return self._rank(self._row(segment))
+        return (segment.use.number, 0, 0) if self.is_by_age else self._rank(self._row(segment))
 
     def ends(self) -> Iterator[tuple[Rank, int]]:
         """The deepest chunks of all leaves, by rank. Changes nothing."""
+        if self.is_by_age:
+            for number, use in self._by_age.items():
+                for segment in use.leaves:
+                    yield (number, 0, 0), segment.deepest
+            return
         for rank in self._ranks:
             for segment in members(self._rings[rank[2]]):
                 yield rank, segment.deepest
+
+    def seek(self, segments: Sequence[Segment], *, is_hinted: bool) -> None:
+        """A request is about to use these, of which some are new, and none is here below one that is not."""
+        served = sum(segment.resident for segment in segments)
+        self._recency.seek(((each.use, each.length) for each in segments), served, is_hinted=is_hinted)
+
+    def resize(self, room: int) -> None:
+        """There is room for so many nodes now."""
+        self._recency.resize(room)
+
+    def clear(self) -> None:
+        """Nothing is here any more."""
+        self._recency.clear()
 
     def begin(self, now: float) -> Use:
         """The use of what is used now; older uses move to their next bins.
@@ -62,39 +92,41 @@ class Buckets:
             return use
         for grown in self._ages.grow_old(now):
             self._move_leaves(grown)
-        self._use = Use(now)
+        self._use = Use(now, use.number + 1)
         self._ages.begin(self._use)
+        self._recency.begin(self._use)
         return self._use
 
     def use(self, segment: Segment, kind: int, use: Use) -> None:
         """A segment has this use now, and is of this class. It was used before if it had another one."""
-        before = segment.use
-        self._ages.join(use, kind)
-        if before is not NEVER:
-            self._survival.reuses[segment.kind * BINS + before.bin] += 1
-            self._ages.part(before, segment.kind, use.at)
-        else:
+        if segment.use is NEVER:
             segment.level = self._levels.of(segment.depth)
-        segment.use, segment.kind = use, kind
-        if kind not in self._survival.known:
-            self._survival.begin(kind)
-            self._learn(kind, use.at)
-        if segment in before.leaves:
-            del before.leaves[segment]
-            self.enter(segment)
+        else:
+            self._survival.reuses[segment.kind * BINS + segment.use.bin] += 1
+        self._become(segment, kind, use)
+
+    def follow(self, segment: Segment, above: Segment) -> None:
+        """A segment that is known has the age and the class of the one above."""
+        self._become(segment, above.kind, above.use)
+
+    def lengthened(self, segment: Segment, chunks: int) -> None:
+        """A segment has so many more chunks, none of which was known."""
+        self._recency.add(segment.use, chunks)
 
     def stand_beside(self, segment: Segment, other: Segment) -> None:
-        """A new segment begins with the use and the class of another."""
+        """A segment begins with the use and the class of another, of whose chunks it was cut."""
         segment.use, segment.kind = other.use, other.kind
         segment.level = self._levels.of(segment.depth)
         self._ages.join(segment.use, segment.kind)
 
     def forget(self, segment: Segment, now: float) -> None:
         """A segment that is no leaf is not known any more."""
-        self._ages.part(segment.use, segment.kind, now)
+        self._part(segment, now)
 
     def enter(self, segment: Segment) -> None:
         """A segment is a leaf from now on."""
+        if not segment.use.leaves:
+            self._by_age[segment.use.number] = segment.use
         segment.use.leaves[segment] = None
         row = self._row(segment)
         ring = self._rings[row]
@@ -105,7 +137,7 @@ class Buckets:
     def leave(self, segment: Segment) -> None:
         """A segment is no leaf any more."""
         leave(segment)
-        del segment.use.leaves[segment]
+        self._is_no_leaf_of(segment.use, segment)
 
     def a_request_came(self) -> None:
         """Learn something: a little each time, so that no call takes long."""
@@ -120,17 +152,48 @@ class Buckets:
         """Assert that each of these, which are all, is where it belongs. For tests."""
         self._ages.check_valid()
         self._survival.check_valid(self._use.at)
+        self._recency.check_valid(self._ages.uses())
         uses = set(self._ages.uses())
         for segment in known:
             use = segment.use
             assert use in uses, "a segment has a use that has ended"
             if segment in use.leaves:
                 assert segment.ring is self._rings[self._row(segment)], "a leaf stands in the wrong ring"
+        assert self._by_age == {use.number: use for use in uses if use.leaves}, "a use with leaves is not found by age"
         kinds = Counter((segment.use, segment.kind) for segment in known)
+        nodes = Counter[Use]()
+        for segment in known:
+            nodes[segment.use] += segment.length
+        assert nodes == Counter({use: use.nodes for use in uses}), "the nodes of a use are miscounted"
         assert kinds == {(use, each): n for use in uses for each, n in use.members.items()}, "members are miscounted"
         ranked = {row for rows in self._ranked for row in rows}
         assert self._ranks == sorted(map(self._rank, ranked)), "rows are out of order"
         assert ranked >= {row for row, ring in self._rings.items() if ring.younger is not ring}, "a row is forgotten"
+
+    def _become(self, segment: Segment, kind: int, use: Use) -> None:
+        """A segment is of this class, and of the age of this use."""
+        before = segment.use
+        self._ages.join(use, kind)
+        if before is not NEVER:
+            self._part(segment, use.at)
+        segment.use, segment.kind = use, kind
+        self._recency.add(use, segment.length)
+        if kind not in self._survival.known:
+            self._survival.begin(kind)
+            self._learn(kind, use.at)
+        if segment in before.leaves:
+            self._is_no_leaf_of(before, segment)
+            self.enter(segment)
+
+    def _part(self, segment: Segment, now: float) -> None:
+        """A segment has its last use no more."""
+        self._ages.part(segment.use, segment.kind, now)
+        self._recency.add(segment.use, -segment.length)
+
+    def _is_no_leaf_of(self, use: Use, segment: Segment) -> None:
+        del use.leaves[segment]
+        if not use.leaves:
+            del self._by_age[use.number]
 
     def _move_leaves(self, use: Use) -> None:
         """A use is in the next bin, and so are its leaves, each as the youngest of its bucket."""

@@ -43,8 +43,8 @@ SEVERAL = -2  # in place of a block
 class Forest:
     """Chunks by key, in O(1), and the links between them. `root` is the parent of every first chunk.
 
-    `capacity`: how many chunks an eviction policy may count on, where they go by numbers; default: they go by blocks,
-    and a policy counts on one for each. `numbers`: how many nodes without blocks of their own there are at first.
+    `capacity`: how many nodes an eviction policy may count on, which the pool may learn later; default: one for each
+    block. `numbers`: how many nodes without blocks of their own there are at first.
     """
 
     def __init__(self, num_blocks: int, capacity: int | None = None, numbers: int = 0) -> None:

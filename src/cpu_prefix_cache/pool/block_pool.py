@@ -723,6 +723,7 @@ class BlockPool:
                 freed += self._dissolve_evicted([chunk])
             widest = max(1, self.shape.blocks_per_chunk, self.checkpoints.widest)  # never more victims than are needed
             count = max(0, -((len(freed) - short) // widest))
+            self._forest.capacity = self._nodes.most
             victims = self._policy.evict(count, keys)
             if self._notes.are_taken:
                 self._notes.update({key: self.blocks_of((node,)) for key, node in self.take_departed().items()})

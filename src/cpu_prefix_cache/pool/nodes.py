@@ -50,6 +50,14 @@ class Nodes:
             return 0
         return len(self._forest) - self.count[CACHED] // self._shape.blocks_per_chunk
 
+    @property
+    def most(self) -> int:
+        """How many nodes there is room for, if the others are as large as those that are here."""
+        blocks = self.count[CACHED]
+        if self._shape.is_shared or not blocks:
+            return self._forest.capacity
+        return self._shape.capacity * len(self._forest) // blocks
+
     def new_numbers(self, count: int) -> list[int]:
         """Names of nodes that have no block to be named by: checkpoints, or chunks that may take no blocks."""
         first = max(0, len(self._numbers) - count)

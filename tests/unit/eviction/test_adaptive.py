@@ -35,6 +35,91 @@ def share_of_hits(policy):
     return hits / chunks
 
 
+@pytest.mark.parametrize("lasts", [True, False])
+def test_chunks_go_by_age_while_an_lru_would_find_nearly_all(lasts):
+    """Each of 20 agents goes on at once and then is gone for good: an LRU finds all. Then they come back in turns."""
+    pool = BlockPool(100, "adaptive")
+    policy = pool._policy
+    now = 0.0
+    for agent in range(60):
+        for length in range(1, 6):
+            now += 2.0
+            asks(pool, chain(chr(100 + agent) * length), now)
+            policy._buckets._recency._served *= 0.99  # as if something had been lost that an LRU has
+    assert policy._buckets.is_by_age
+    for number in range(0 if lasts else 300):
+        now += 2.0
+        asks(pool, chain(chr(100 + number % 60) * 6), now)
+    assert policy._buckets.is_by_age == lasts
+
+
+def asks(pool, keys, now, needs=None):
+    """A request, with a checkpoint of these blocks at its end, if any."""
+    have = pool.resident_run(keys, 0, len(keys))
+    deepest = pool.find(keys[have - 1]) if have else None
+    touch = pool.touch(deepest, keys, now)
+    new, count = keys[have:], len(keys) - have
+    if needs is not None and pool.find(checkpoint_key(keys[-1])) is None:
+        new = [*new, checkpoint_key(keys[-1])]
+    if new:
+        pin = pool.pin() if deepest is None else pool.pin(deepest)
+        nodes = pool.allocate(count, new, needs if len(new) > count else None)
+        pool.commit(nodes, new, pool.root if deepest is None else deepest, touch)
+        pool.unpin(pin)
+
+
+@pytest.mark.parametrize("needs_checkpoint", [None, lambda depth: depth % 5 == 0])
+def test_an_lru_has_room_for_nodes_not_blocks(needs_checkpoint):
+    """It loses 12 prompts in turn that take 60 chunks, where 50 chunks fit, or 30 with their checkpoints."""
+    pool = BlockPool(200, "adaptive", blocks_per_chunk=4, needs_checkpoint=needs_checkpoint)
+    for number in range(500):
+        keys = chain(chr(100 + number % 12) * 5)
+        asks(pool, keys, 2.0 * number, needs=[PieceNeed(f"state {number}", 13)] if needs_checkpoint else None)
+        assert not pool._policy._buckets.is_by_age
+
+
+def test_chunks_that_others_serve_are_found_as_well():
+    """A device has all that the host has, and asks it for nothing."""
+    pool = BlockPool(100, "adaptive")
+    asks(pool, chain("a" * 50), 0.0)
+    for number in range(1, 400):
+        pool.touch(None, chain("a" * 50), 2.0 * number)
+        assert not pool._policy._buckets.is_by_age
+
+
+def test_after_a_reset_an_lru_has_nothing():
+    pool = BlockPool(100, "adaptive")
+    for number in range(300):
+        if number == 280:
+            pool.reset()
+        asks(pool, chain(chr(100 + number % 20) * 5), 2.0 * number)
+        assert not pool._policy._buckets.is_by_age
+
+
+def test_a_checkpoint_that_comes_back_is_as_young_as_its_chunks():
+    """Room for four prompts: the first one leaves, and is stored anew."""
+    pool = BlockPool(32, "adaptive", needs_checkpoint=lambda depth: depth == 2)
+    with mock.patch.object(Buckets, "is_by_age", True):
+        for number, prompt in enumerate("abcdea"):
+            asks(pool, chain(prompt * 2), 10.0 * number, needs=[PieceNeed(prompt, 6)])
+            pool.check_valid()
+        last = [key for key in map(pool.key, pool.soonest_evicted()) if key == checkpoint_key(b"aa")]
+        assert last and list(map(pool.key, pool.soonest_evicted()))[-3:].count(last[0]) == 1
+
+
+@pytest.mark.parametrize(("policy", "next_use"), [("adaptive@100", None), ("adaptive", 60.0)])
+def test_where_costs_differ_or_clients_give_hints_nothing_goes_by_age(policy, next_use):
+    """An LRU knows of neither."""
+    pool = BlockPool(100, policy)
+    for number in range(200):
+        keys = chain("a" * 5)
+        pool.touch(pool.find(keys[-1]), keys, 2.0 * number, next_use=next_use)
+        if not number:
+            pool.commit(pool.allocate(5, keys), keys, pool.root, pool.touch(None))
+        pool._policy._buckets._recency._served = 0.0
+    assert not pool._policy._buckets.is_by_age
+
+
 def conversations():
     """Turn, prompt, and seconds since the one before."""
     for turn in range(60):
