@@ -67,16 +67,17 @@ OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "
 NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "benchmarks.vllm.vllm_null"}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
 OFFLOADING = {"kv_connector": "OffloadingConnector"}
+LRU = {"policy": "lru"}  # as in all sittings before `adaptive` was the default
 POOL = "pool"  # that a keeper has; the caller gives its address
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "none": None,
-    "null": (NULL, {"offload": "lazy"}),
-    "ours-lazy": (OURS, {"offload": "lazy"}),
-    "ours-parked": (OURS, {"offload": "lazy", "sync_load_bytes": 0}),
-    "ours-short": (OURS, {"offload": "lazy", "sync_load_bytes": SHORT_BYTES}),
-    "ours-eager": (OURS, {"offload": "eager"}),
+    "null": (NULL, LRU | {"offload": "lazy"}),
+    "ours-lazy": (OURS, LRU | {"offload": "lazy"}),
+    "ours-parked": (OURS, LRU | {"offload": "lazy", "sync_load_bytes": 0}),
+    "ours-short": (OURS, LRU | {"offload": "lazy", "sync_load_bytes": SHORT_BYTES}),
+    "ours-eager": (OURS, LRU | {"offload": "eager"}),
     "ours-adaptive": (OURS, {"offload": "lazy", "policy": "adaptive"}),
-    "ours-coded": (OURS, {"offload": "lazy", "codec": "exponent"}),
+    "ours-coded": (OURS, LRU | {"offload": "lazy", "codec": "exponent"}),
     "ours-adaptive-coded": (OURS, {"offload": "lazy", "policy": "adaptive", "codec": "exponent"}),
     "ours-arc": (OURS, {"offload": "lazy", "policy": "arc"}),
     "ours-eager-adaptive": (OURS, {"offload": "eager", "policy": "adaptive"}),

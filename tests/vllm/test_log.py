@@ -46,8 +46,8 @@ def test_one_line_gives_the_size_and_the_options(tmp_path, log):
     chunk = 2 * 2 * BLOCK * 2 * 16 * 4
     assert lines == [
         f"the host cache has 1.0 GiB, {2**30 // chunk:,} blocks: {2**30 // chunk * BLOCK:,} tokens in prompts of 256; "
-        "lazy, lru, no tier; emptied with the device; reference copies (the device tensors are in host memory, where "
-        "there is no link to keep busy)"
+        "lazy, adaptive, no tier; emptied with the device; reference copies (the device tensors are in host memory, "
+        "where there is no link to keep busy)"
     ]
 
 

@@ -35,7 +35,9 @@ def test_coded_blocks_come_back_as_raw_ones_do(model, offload):
 def test_the_start_line_names_coded_groups(caplog):
     with CachedEngine(folder_of("llama"), engine=BF16, codec="exponent"):
         pass
-    assert any("lazy, lru, prefix-0 by codec exponent, no tier" in record.getMessage() for record in caplog.records)
+    assert any(
+        "lazy, adaptive, prefix-0 by codec exponent, no tier" in record.getMessage() for record in caplog.records
+    )
 
 
 @pytest.mark.parametrize("group", GROUPS["gemma3"])

@@ -1,7 +1,7 @@
 """The line that the first rank of an engine logs at start: how much the host cache holds, and how it works.
 
-the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, lru, no tier; emptied with the
-device; staged copies (...)
+the host cache has 48.0 GiB, 24,576 blocks: 393,216 tokens in prompts of 8,192; lazy, adaptive, no tier; emptied with
+the device; staged copies (...)
 """
 
 from connector.vllm.resets import RESETS
@@ -22,7 +22,7 @@ def start_line(settings: Settings, max_model_len: int, choice: ChosenCopier) -> 
     below = settings.tier or settings.pool or "no tier"
     return (
         f"the host cache has {size}, {settings.host_blocks:,} blocks: {tokens:,} tokens in prompts of {longest:,}; "
-        f"{options.get('offload', 'lazy')}, {options.get('policy', 'lru')}, {coded}"
+        f"{options.get('offload', 'lazy')}, {options['policy']}, {coded}"
         f"{below}; {RESETS[settings.reset]}; {choice.name} copies ({choice.reason}){drafter}"
     )
 
