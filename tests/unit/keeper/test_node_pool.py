@@ -27,6 +27,7 @@ from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.kv_layout import keys_and_values
 from cpu_prefix_cache.memory import shared_file
 from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node import server as servers
 from cpu_prefix_cache.node.server import Server
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
@@ -642,6 +643,29 @@ def test_an_engine_of_another_release_is_refused_with_a_sentence_that_it_underst
             answer = other.recv(1 << 16)
             assert HEADER.unpack_from(answer)[1:3] == (version, Kind.REFUSED) and b"of one release" in answer
             assert not other.recv(1), "it is left alone"
+
+
+def asks_for_ever(server, connected):
+    for number in range(100_000):
+        connected.sendall(encoded(Message(Kind.COUNT, number)))
+        server.step()
+
+
+def test_an_engine_that_reads_no_answers_is_left_alone(served, tmp_path, monkeypatch):
+    """What the kernel does not take waits for it, up to a bound."""
+    server, connected = served
+    monkeypatch.setattr(servers, "MOST_UNSENT", 1 << 16)
+    connected.sendall(HELLO)
+    server.step()
+    with pytest.raises(ConnectionError):
+        asks_for_ever(server, connected)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(str(tmp_path / "kv.sock"))
+        other.sendall(HELLO)
+        server.step()
+        server.step()
+        other.settimeout(PATIENCE)
+        assert other.recv(1 << 16), "others are answered"
 
 
 def test_an_engine_names_another_release_where_a_keeper_hangs_up(tmp_path):
