@@ -304,7 +304,7 @@ class PromisesTooMuch(Host):
 )
 def test_a_fault_in_a_radix_engine_is_found_and_named(device, told):
     with pytest.raises((AssertionError, MisuseError), match=told):
-        check_device(lambda: RadixTrial(9, 2, device=device), examples=1_000, shrink=False)
+        check_device(lambda: RadixTrial(9, 2, device=device), examples=10_000, shrink=False)
 
 
 def test_an_engine_may_place_only_the_new_half_of_a_split():

@@ -84,7 +84,7 @@ def test_the_check_sees_a_device_that_forgets_where_blocks_waited(trial):
                 self.pool.free(block)
 
     with pytest.raises(AssertionError, match="waited before"):
-        check_device(lambda: Forgetful(7), examples=1_000, shrink=False)
+        check_device(lambda: Forgetful(7), examples=10_000, shrink=False)
 
 
 @pytest.mark.parametrize("trial", [Trial, SlruTrial])
