@@ -166,7 +166,7 @@ def connectors_imported(name):
     [
         ("common", set()),
         ("multi", set()),
-        ("tier", set()),
+        ("tier", {"common"}),
         ("transformers", {"tier"}),
         ("atom", {"common", "tier"}),
         ("vllm", {"common", "multi", "tier"}),

@@ -11,9 +11,9 @@ from typing import Any
 
 from connector.atom import geometry
 from connector.atom.tier_settings import HASH, tier_of, tier_settings
-from connector.common.options import BYTES, CHECKS, CODEC, checked
+from connector.common.options import BYTES, CHECKS, CODEC, TIER, checked
 from connector.tier.cache import build_cache
-from connector.tier.options import TIER, TierOption, tier_option
+from connector.tier.options import TierOption, tier_option
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError, Device
 from cpu_prefix_cache.deciding import RAW, CacheOptions, CPUPrefixCache, EngineSteps, EngineTraits, HybridChunkPlanner
 

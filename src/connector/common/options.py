@@ -12,8 +12,8 @@ from cpu_prefix_cache.deciding import CODECS, policy_of
 
 BYTES = "cpu_bytes_to_use"
 POOL = "pool"  # in its place
+TIER = "tier"  # below
 CODEC = "codec"
-USUAL = {"policy": "adaptive"}  # where an LRU finds most it does as an LRU, and more where that finds little
 
 Check = Callable[[str, Any], Any]  # of a name and its value: the value to use. Raises ConfigurationError
 
@@ -59,12 +59,16 @@ def check_known(given: Iterable[str], known: Collection[str]) -> None:
 
 
 def checked(options: Any, checks: Mapping[str, Check]) -> dict[str, Any]:
-    """The options given, as their checks return them, and USUAL ones, unless a pool decides. Raises
-    ConfigurationError.
-    """
+    """The options given, as their checks return them, and a policy. Raises ConfigurationError."""
     given = options if isinstance(options, Mapping) else {}
     check_known(given, checks)
     if BYTES not in given and POOL not in given:
         raise ConfigurationError(f"kv_connector_extra_config needs {BYTES}, a whole number of bytes")
-    usual = {} if POOL in given else USUAL
-    return usual | {name: checks[name](name, value) for name, value in given.items()}
+    return {"policy": _usual_policy(given)} | {name: checks[name](name, value) for name, value in given.items()}
+
+
+def _usual_policy(given: Mapping[str, Any]) -> str:
+    """`adaptive` finds what an LRU finds where that is nearly all, and more where it is not. A pool has an LRU, and
+    only below one may a tier be lazy.
+    """
+    return "adaptive" if given.keys().isdisjoint((POOL, TIER)) else "lru"

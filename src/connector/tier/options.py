@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from connector.common.options import TIER
 from connector.tier.revision import REVISION_FILE, check_file, read_revision
 from cpu_prefix_cache import FileTier, SharedTier
 from cpu_prefix_cache.tier import parse_tier
-
-TIER = "tier"
 
 
 def tier_option(_: str, spelled: Any) -> "TierOption":

@@ -24,8 +24,7 @@ from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from connector.common.options import POOL
-from connector.tier.options import TIER
+from connector.common.options import POOL, TIER
 from connector.vllm.sessions import OUTCOMES
 from connector.vllm.touched import PROMETHEUS, check_names
 from cpu_prefix_cache.deciding import CPUPrefixCache, Direction, KeptCache, TieredCache, TransferPlan

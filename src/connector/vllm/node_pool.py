@@ -16,9 +16,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from connector.common.options import BYTES, POOL
+from connector.common.options import BYTES, POOL, TIER
 from connector.tier.namespace import digest
-from connector.tier.options import TIER
 from connector.tier.revision import REVISION_FILE, check_file, read_revision
 from connector.vllm.tier_namespace import engine_namespace
 from connector.vllm.tier_options import check_names

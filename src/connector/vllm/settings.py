@@ -9,10 +9,10 @@ from typing import Any
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connector.common.options import BYTES, CODEC, POOL, Check, checked, one_of, whole
+from connector.common.options import BYTES, CODEC, POOL, TIER, Check, checked, one_of, whole
 from connector.common.options import CHECKS as COMMON_CHECKS
 from connector.tier.cache import EngineTier, build_cache
-from connector.tier.options import TIER, TierOption, tier_option
+from connector.tier.options import TierOption, tier_option
 from connector.vllm.groups import (
     device_blocks_per_chunk,
     hash_blocks_per_chunk,

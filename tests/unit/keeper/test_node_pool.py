@@ -652,7 +652,7 @@ def asks_for_ever(server, connected):
 
 
 def test_an_engine_that_reads_no_answers_is_left_alone(served, tmp_path, monkeypatch):
-    """What the kernel does not take waits for it, up to a bound."""
+    """Answers that the kernel does not take wait for it, up to a bound."""
     server, connected = served
     monkeypatch.setattr(servers, "MOST_UNSENT", 1 << 16)
     connected.sendall(HELLO)
