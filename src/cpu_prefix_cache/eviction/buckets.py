@@ -172,15 +172,15 @@ class Buckets:
 
     def _become(self, segment: Segment, kind: int, use: Use) -> None:
         """A segment is of this class, and of the age of this use."""
-        before = segment.use
+        before, now = segment.use, self._use.at
         self._ages.join(use, kind)
         if before is not NEVER:
-            self._part(segment, use.at)
+            self._part(segment, now)
         segment.use, segment.kind = use, kind
         self._recency.add(use, segment.length)
         if kind not in self._survival.known:
             self._survival.begin(kind)
-            self._learn(kind, use.at)
+            self._learn(kind, now)
         if segment in before.leaves:
             self._is_no_leaf_of(before, segment)
             self.enter(segment)

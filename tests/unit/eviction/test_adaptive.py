@@ -107,6 +107,21 @@ def test_a_checkpoint_that_comes_back_is_as_young_as_its_chunks():
         assert last and list(map(pool.key, pool.soonest_evicted()))[-3:].count(last[0]) == 1
 
 
+def test_a_checkpoint_that_comes_back_late_takes_no_time_back():
+    """Its request was admitted long before it has computed the chunk that the checkpoint hangs below."""
+    pool = BlockPool(32, "adaptive", needs_checkpoint=lambda depth: depth == 2)
+    for number, prompt in enumerate("abcde"):
+        asks(pool, chain(prompt * 2), 10.0 * number, needs=[PieceNeed(prompt, 6)])
+    keys = chain("aa")
+    new = [*keys[pool.resident_run(keys, 0, 2) :], checkpoint_key(keys[-1])]
+    assert pool.find(new[-1]) is None
+    touch = pool.touch(None, keys, 50.0)
+    nodes = pool.allocate(len(new) - 1, new, [PieceNeed("late", 6)])
+    pool.touch(None, chain("x"), 5_000.0)
+    pool.commit(nodes, new, pool.root if len(new) == 3 else pool.find(keys[-len(new)]), touch)
+    pool.check_valid()
+
+
 @pytest.mark.parametrize(("policy", "next_use"), [("adaptive@100", None), ("adaptive", 60.0)])
 def test_where_costs_differ_or_clients_give_hints_nothing_goes_by_age(policy, next_use):
     """An LRU knows of neither."""
