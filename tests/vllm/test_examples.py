@@ -145,6 +145,6 @@ def options_of(command: list[str]) -> Mapping[str, object]:
 
 @pytest.mark.parametrize("command", commands(), ids=["compose", "kubernetes"])
 def test_vllm_understands_the_command(command):
-    assert options_of(command) == {"cpu_bytes_to_use": 48 * 2**30}
+    assert options_of(command) == {"cpu_bytes_to_use": 48 * 2**30, "policy": "adaptive"}
     with pytest.raises(ConfigurationError, match="unknown option"):
         options_of([each.replace("cpu_bytes_to_use", "cpu_bytes") for each in command])

@@ -60,9 +60,14 @@ def waiting(engine):
     yield engine.submit(PROMPT)
 
 
+def stop_the_clock(engine, later=0.0):
+    now = engine.half.clock() + later
+    engine.half.clock = lambda: now
+
+
 @contextmanager
 def waiting_for_the_load_of_another(engine):
-    engine.half.clock = lambda: 0.0  # it does not wait too long
+    stop_the_clock(engine)  # it does not wait too long
     with loading(engine):
         name = engine.submit(PROMPT)
         engine.step()
@@ -234,7 +239,7 @@ def test_the_second_of_two_with_one_prefix_waits_and_then_finds_it(model, asynch
     with CachedEngine(folder_of(model), offload="eager", copies=Copies(), engine=options) as engine:
         engine.answer([PROMPT])
         engine.forget()
-        engine.half.clock = lambda: 0.0  # nobody waits too long
+        stop_the_clock(engine)  # nobody waits too long
         with loading(engine) as first:
             second = engine.submit(PROMPT)
             for _ in range(20):
@@ -258,7 +263,7 @@ def test_a_request_that_has_waited_long_enough_loads_a_copy_of_its_own(model):  
         engine.forget()
         with loading(engine) as first:
             second = engine.submit(PROMPT)
-            engine.half.clock = lambda: float("inf")
+            stop_the_clock(engine, later=1e6)
             engine.step_until(lambda: engine.copies.count(LOAD) == 2)
             assert [engine.status(name) for name in (first, second)] == [LOADING, LOADING]
         engine.rest()

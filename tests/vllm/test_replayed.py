@@ -170,7 +170,7 @@ def test_a_window_that_is_not_computed_again_is_noticed(start, monkeypatch):  # 
 def test_many_conversations(tmp_path, model, offload, asynchronous):
     """With failures, preemption and aborts. Each step checks the bytes."""
     groups = MODELS[model]()
-    size = dict(device_blocks=20 + 20 * len(groups), host_blocks=300)
+    size = dict(device_blocks=20 + 30 * len(groups), host_blocks=300)  # room for the longest prompt
     engine = Engine(
         tmp_path, groups=groups, offload=offload, failure_rate=0.03, seed=4, asynchronous=asynchronous, ranks=2, **size
     )
