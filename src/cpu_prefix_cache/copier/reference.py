@@ -58,6 +58,7 @@ class ReferenceCopier(Copier):
             self.here().until_passed()
         return Stored(Passed(), Passed(), lambda: unfit)
 
+    @torch.inference_mode()  # memory may have been made in it
     def _copy(self, direction: Direction, group: BoundGroup, copy: GroupCopy) -> list[int]:
         """Copy some parts of the pieces. The first host blocks of the pieces that do not fit."""
         unfit: list[int] = []

@@ -162,7 +162,7 @@ class StagedCopier(Copier):
     @contextmanager
     def _submitting(self, streams: LinkStreams, beside: AbstractContextManager[None]) -> Iterator[None]:
         try:
-            with self._working(), beside:
+            with self._working(), beside, torch.inference_mode():  # memory may have been made in it
                 yield
         except BaseException:  # after this every slot is free again, and nothing of the transfer can touch a block
             _synchronize(self._working, streams)

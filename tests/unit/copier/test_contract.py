@@ -89,6 +89,21 @@ def test_a_round_trip_to_other_blocks_brings_every_byte(build):
     assert (raw(bench.narrow[0])[[0, 3, 4]] == POISON).all()
 
 
+def test_memory_that_was_made_in_inference_mode_is_copied_in_any(build):
+    """As of an engine whose program is in it as a whole: a thread that copies is not."""
+    with torch.inference_mode():
+        bench = Bench(build)
+    before = [raw(part).clone() for part in (*bench.wide, *bench.narrow)]
+    copies = [GroupCopy(0, (7, 0, 3, 1), (0, 5, 2, 1)), GroupCopy(1, (4, 6), (3, 0))]
+    bench.copier.copy(Direction.STORE, copies)
+    with torch.inference_mode():
+        for part in (*bench.wide, *bench.narrow):
+            part.view(torch.uint8).fill_(POISON)
+    bench.copier.submit_sections(copies, bench.copier.here(), lambda end: end.until_passed())
+    for part, was, held in zip((*bench.wide, *bench.narrow), before, ([0, 5, 2, 1],) * 2 + ([3, 0],), strict=True):
+        assert torch.equal(raw(part)[held], was[held])
+
+
 def test_a_piece_may_have_more_host_blocks_than_it_fills(build):
     """As in a pipeline stage that has fewer layers of a group than the first."""
     part, host = randoms(5, 90), poisoned(10, 64)
