@@ -9,7 +9,7 @@ import copy
 import inspect
 import sys
 import threading
-from functools import cache
+from functools import cache, partial
 from math import ceil
 
 import pytest
@@ -409,6 +409,29 @@ def test_a_past_of_other_weights_is_not_continued(mode):
                 other.train() if mode == "training" else next(other.parameters()).mul_(1.01)
             with pytest.raises(MisuseError, match="other weights or adapters or in another mode"):
                 other.generate(row(prompt), past_key_values=past, **GREEDY)
+
+
+class Wrapped(torch.nn.Module):
+    """A model in another one, as in PEFT's."""
+
+    def __init__(self, base_model):
+        super().__init__()
+        self.base_model, self.generate = base_model, base_model.generate
+        self.config, self.device = base_model.config, base_model.device
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, partial(torch.compile, backend="eager")], ids=["wrapped", "compiled"])
+def test_a_model_within_another_is_given_no_other_tokens(wrap):
+    """Its hooks are those that are called."""
+    outer, prompt = wrap(model("llama")), document(1, 90)
+    with HostPrefixCache(outer, host_bytes="8MiB", max_model_len=512) as cache:
+        with pytest.raises(MisuseError, match="is given others"), cache.past(prompt) as past:
+            outer.generate(row(document(2, 90)), past_key_values=past, **GREEDY)
+        for hit in (0, 80):
+            with cache.past(prompt) as past:
+                answer = outer.generate(row(prompt), past_key_values=past, **GREEDY)
+            assert past.hit_tokens == hit
+    assert answer.equal(plain("llama", tuple(prompt)).sequences)
 
 
 def test_all_tokens_behind_a_past_that_has_some_are_refused():

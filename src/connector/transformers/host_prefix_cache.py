@@ -26,7 +26,7 @@ from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.inputs import InputReader, Row, in_rows
 from connector.transformers.paged import PagedPast
 from connector.transformers.past import ModelPast
-from connector.transformers.running import logits
+from connector.transformers.running import generating, logits
 from connector.transformers.steps import WaitingDevice, copy_all
 from connector.transformers.trials import TAIL, takes_several, try_batch, try_images
 from connector.transformers.versions import warn_if_untested
@@ -109,6 +109,7 @@ class HostPrefixCache:
         if max_model_len is not None:
             check_whole("max_model_len", max_model_len, least=1)
         warn_if_untested()
+        model = generating(model)
         devices = {str(each.device) for each in model.parameters()}
         if len(devices) > 1:
             raise ConfigurationError(

@@ -25,6 +25,12 @@ class _OwnConfig(GenerationConfig):
         return unused
 
 
+def generating(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that `generate` calls: the one given, or of a compiled one, or of a wrapper such as PEFT's, the one
+    within."""
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
+
+
 @contextmanager
 def refusing(model: PreTrainedModel) -> Iterator[None]:
     """Turn what the code of `model` raises while it is tried into a ConfigurationError: not every one takes a Cache."""
