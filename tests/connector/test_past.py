@@ -155,6 +155,20 @@ def test_a_copy_of_a_past_is_as_good_and_of_its_own(family):
         check_at_rest(cache)
 
 
+@pytest.mark.parametrize("family", [*ATTENTION, *REPEATED_STATES])
+@pytest.mark.parametrize("new_tokens", [1, NEW_TOKENS])
+def test_a_past_that_has_an_answer_is_not_given_the_prompt_again(family, new_tokens):
+    """transformers computes it behind the answer; a conversation that goes on with the answer is right."""
+    prompt, more = document(1, 100), document(2, 7)
+    with hit_of(family, prompt) as cache, cache.past(row(prompt)) as past:
+        answer = generated(family, prompt, past_key_values=past, max_new_tokens=new_tokens)
+        with pytest.raises(MisuseError, match="an answer among them, and the model is given the prompt again"):
+            generated(family, prompt, past_key_values=past, max_new_tokens=new_tokens)
+        longer = [*answer.sequences[0].tolist(), *more]
+        ours = generated(family, longer, past_key_values=past)
+        assert apart(ours, plain(family, tuple(longer)))[0] <= TOLERANCE
+
+
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_a_damaged_past_shows_in_them(options):
     prompt = document(1, 100)

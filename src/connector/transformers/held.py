@@ -123,8 +123,10 @@ class Past(DynamicCache):
                 put(layer, key, tensor.repeat_interleave(times, dim=0))
         self._rows = rows
 
-    def go_on(self, ids: torch.Tensor) -> None:
-        """These tokens, [rows, tokens], come behind. Raise MisuseError if they are not those of the prompts."""
+    def go_on(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+        """These tokens, [rows, tokens], come behind. Raise MisuseError if they are not those of the prompts, or if
+        their positions are within the prompts, which are here already.
+        """
         rows, tokens = ids.shape
         self.begin_behind(tokens)
         if (prompts := self.inputs.get("input_ids")) is not None:
@@ -134,9 +136,19 @@ class Past(DynamicCache):
                 raise MisuseError(
                     f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
                 )
+            if not wanted.numel() and tokens > 1 and positions is not None and self._are_of_prompts(positions):
+                raise MisuseError(
+                    f"the past has {begin} tokens, an answer among them, and the model is given the prompt again: take "
+                    "a past for each answer, or `copy.deepcopy(past)` before the first"
+                )
         self.repeat(rows)
         for each in self._counts:
             each.tokens += tokens
+
+    def _are_of_prompts(self, positions: torch.Tensor) -> bool:
+        """Whether the first of these positions, [rows, tokens], is one that the shortest prompt has."""
+        shortest = self.inputs["input_ids"].shape[1] - max(self._pads)
+        return positions.dim() == 2 and bool(positions[:, 0].min() < shortest)
 
     def length(self, prompt: int) -> int:
         """How many tokens of a prompt, or of it and its answers, are held."""
@@ -245,7 +257,7 @@ def before_forward(
     past = next((value for value in options.values() if isinstance(value, Past)), None)
     ids = arguments[0] if arguments else options.get("input_ids")
     if past is not None and past.kept is kept and ids is not None:
-        past.go_on(ids)
+        past.go_on(ids, options.get("position_ids"))
 
 
 def _most(layer: object, length: int) -> int:
