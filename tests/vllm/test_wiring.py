@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import vllm
+from vllm.distributed.aux_output_connector.store import BlockObject, BlockObjectStore, BlockObjectStoreError
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -174,6 +175,24 @@ def test_states_that_are_kept_in_another_way_are_refused_by_name(tmp_path, mode)
     caches = KVCacheConfig(BLOCKS, [], [full(), state(mode=mode)])
     with pytest.raises(ConfigurationError, match=f'mamba_cache_mode "{mode}" is not supported; .*-mode align'):
         Settings.of(configure(tmp_path), caches)
+
+
+def test_routed_experts_are_refused_because_vllm_has_none_of_what_the_device_has_lost(tmp_path):
+    kept = BlockObjectStore(max_bytes=16, object_nbytes=8)
+    for name in "abc":
+        kept.put([BlockObject(name, bytes(8))])
+    with pytest.raises(BlockObjectStoreError, match="may have been evicted"):
+        kept.get_concatenated(["a"])  # which stops the engine
+    config = configure(tmp_path)
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(ConfigurationError, match="start it without --enable-return-routed-experts"):
+        Settings.of(config, one_group(BLOCKS))
+
+
+@pytest.mark.parametrize("are_returned", [True, False])
+def test_before_031_the_model_has_the_switch_of_routed_experts(are_returned):
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_return_routed_experts=are_returned))
+    assert versions.returns_routed_experts(config) is are_returned
 
 
 # Settings that reach the cache and the worker

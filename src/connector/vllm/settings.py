@@ -13,6 +13,7 @@ from connector.common.options import BYTES, CODEC, POOL, TIER, Check, checked, o
 from connector.common.options import CHECKS as COMMON_CHECKS
 from connector.tier.cache import EngineTier, build_cache
 from connector.tier.options import TierOption, tier_option
+from connector.vllm import versions
 from connector.vllm.groups import (
     device_blocks_per_chunk,
     hash_blocks_per_chunk,
@@ -89,6 +90,7 @@ class Settings:
         )
         _check_interval(options.get("checkpoint_interval"), planner, kv_cache_config)
         _check_launcher(parallel)
+        _check_routed_experts(vllm_config)
         sharers = sharers_of(planner, parallel, in_pool=in_pool is not None)
         regions = parallel.world_size // sharers
         hashes = hash_blocks_per_chunk(vllm_config, kv_cache_config)
@@ -204,6 +206,17 @@ def _check_launcher(parallel: ParallelConfig) -> None:
         raise ConfigurationError(
             "under external_launcher each rank schedules on its own and receives no reports of other ranks; "
             "let vLLM start its ranks (--distributed-executor-backend mp or ray)"
+        )
+
+
+def _check_routed_experts(vllm_config: VllmConfig) -> None:
+    """vLLM keeps them by block, of as many as the device has, and stops at a hit of which it has none (before 0.31 it
+    returns those of other tokens).
+    """
+    if versions.returns_routed_experts(vllm_config):
+        raise ConfigurationError(
+            "vLLM has the routed experts of what the device holds alone, and stops at hits beyond: start it without "
+            "--enable-return-routed-experts, or without the host cache"
         )
 
 

@@ -17,6 +17,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -58,6 +59,7 @@ ADDED = (
     Addition(FIRST, kv_cache_interface.SlidingWindowSpec, "extra_retained_tokens"),
     Addition((0, 31), kv_cache_interface.SlidingWindowMLASpec, "bounded_replay"),
     Addition((0, 31), Request, "kv_hints"),
+    Addition((0, 31), VllmConfig, "aux_output_config"),
     Addition((0, 31), kv_cache_utils, "to_event_extra_keys"),
     Addition((0, 32), base.KVConnectorBase_V1, "_cache_hit_source"),
 )
@@ -100,6 +102,12 @@ def replayed_tokens(spec: Any) -> int:
     others 0. Before 0.31 there are none.
     """
     return int(spec.sliding_window) if vars(spec).get("bounded_replay", False) else 0
+
+
+def returns_routed_experts(vllm_config: VllmConfig) -> bool:
+    """Whether answers have the experts of each token (`--enable-return-routed-experts`)."""
+    holder = vars(vllm_config).get("aux_output_config", vllm_config.model_config)  # before 0.31 the model's
+    return bool(vars(holder)["enable_return_routed_experts"])
 
 
 def hint_actions(request: Request) -> Sequence[Any]:
