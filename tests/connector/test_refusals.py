@@ -86,6 +86,19 @@ def test_a_model_that_generates_without_a_cache_is_refused():
         HostPrefixCache(model, host_bytes=1 << 22, max_model_len=64)
 
 
+@pytest.mark.parametrize("implementation", ["static", "dynamic", "hybrid"])
+def test_a_model_that_chooses_a_cache_is_refused_where_generate_would_take_no_past(implementation):
+    """transformers leaves "hybrid" out, which Gemma's checkpoints have."""
+    model, prompt = build_model("full", hidden=32, layers=1), torch.arange(20)[None]
+    model.generation_config.cache_implementation = implementation
+    if implementation != "hybrid":
+        with pytest.raises(ConfigurationError, match="cache_implementation = None"):
+            HostPrefixCache(model, host_bytes=1 << 22)
+        return
+    with HostPrefixCache(model, host_bytes=1 << 22) as cache, cache.past(prompt) as past:
+        assert model.generate(prompt, past_key_values=past, max_new_tokens=2).shape == (1, 22)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -57,11 +57,8 @@ def classify(model: PreTrainedModel) -> list[LayerPast]:
         raise ConfigurationError(f"{name} has an encoder: prefixes are cached of causal models, which have none")
     if not model.can_generate():
         raise ConfigurationError(f"{name} has no head to generate with: load it by AutoModelForCausalLM")
-    if model.generation_config is not None and model.generation_config.use_cache is False:
-        raise ConfigurationError(
-            f"{name} generates with use_cache=False, and would compute all tokens again behind a past: set "
-            "model.generation_config.use_cache = True"
-        )
+    if model.generation_config is not None:
+        _check_defaults(name, model.generation_config)
     if "longrope" in str(model.config.get_text_config().to_dict().get("rope_parameters")):  # perhaps by kind of layer
         raise ConfigurationError(
             f"{name} rotates its keys by factors that change with the length of the prompt (longrope): "
@@ -88,6 +85,20 @@ def classify(model: PreTrainedModel) -> list[LayerPast]:
         LayerPast(attention_of(f"layer {index} of {name}", layer, kind), partial(type(layer), **options))
         for index, (layer, kind, options) in enumerate(made_of)
     ]
+
+
+def _check_defaults(name: str, config: GenerationConfig) -> None:
+    """Refuse a model whose `generate` takes no past as it comes. It leaves "hybrid" out, of Gemma's, by itself."""
+    if config.use_cache is False:
+        raise ConfigurationError(
+            f"{name} generates with use_cache=False, and would compute all tokens again behind a past: set "
+            "model.generation_config.use_cache = True"
+        )
+    if config.cache_implementation not in (None, "hybrid"):
+        raise ConfigurationError(
+            f"{name} generates with cache_implementation={config.cache_implementation!r}, and takes no past beside it: "
+            "set model.generation_config.cache_implementation = None"
+        )
 
 
 def attention_of(place: str, layer: object, kind: str) -> PrefixGroup | Local | None:
