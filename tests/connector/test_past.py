@@ -448,6 +448,19 @@ def test_a_model_within_another_is_given_no_other_tokens(wrap):
     assert answer.equal(plain("llama", tuple(prompt)).sequences)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_model_that_keeps_no_past_is_refused_in_its_first_answer(family, monkeypatch):
+    """As with gradient checkpointing in training mode, in some releases. A window is computed before the answer."""
+    prompt = document(1, 90)
+    with cache_of(family) as cache:
+        monkeypatch.setattr(Past, "update", lambda past, keys, values, *_, **__: (keys, values))
+        with pytest.raises(MisuseError, match=r"call its `eval\(\)`"), cache.past(prompt) as past:
+            generated(family, prompt, past_key_values=past)
+        monkeypatch.undo()
+        assert asked_right(cache, family, prompt).hit_tokens == 0
+        check_at_rest(cache)
+
+
 def test_all_tokens_behind_a_past_that_has_some_are_refused():
     prompt = document(1, 90)
     refused = pytest.raises(MisuseError, match="has the first 80 of 90 tokens, and the model is given 90")

@@ -23,6 +23,8 @@ from cpu_prefix_cache import MisuseError
 
 logger = logging.getLogger(__name__)
 
+KEEPS_NONE = "the model keeps no past, as with gradient checkpointing in training mode: call its `eval()` first"
+
 
 class TokenCount(DynamicLayer):
     """A layer of no model: how many tokens a past of states alone has. Their own layers do not know it, and `generate`
@@ -50,6 +52,7 @@ class Past(DynamicCache):
         self.hit_tokens = self.device_hit_tokens = 0
         self.kept, self._block_tokens, self._rows = past, past.block_tokens, 1
         self.inputs: dict[str, torch.Tensor] = {}
+        self._has_been_given = False  # tokens, since it was handed out
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
         self.goes_on: Callable[[int], object] | None = None  # once handed out: called with how many tokens come first
@@ -129,21 +132,27 @@ class Past(DynamicCache):
         """
         rows, tokens = ids.shape
         self.begin_behind(tokens)
-        if (prompts := self.inputs.get("input_ids")) is not None:
-            begin = self.get_seq_length()
-            wanted = prompts[:, begin : begin + tokens]
-            if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(rows // len(wanted), 0)):
-                raise MisuseError(
-                    f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
-                )
-            if not wanted.numel() and tokens > 1 and positions is not None and self._are_of_prompts(positions):
-                raise MisuseError(
-                    f"the past has {begin} tokens, an answer among them, and the model is given the prompt again: take "
-                    "a past for each answer, or `copy.deepcopy(past)` before the first"
-                )
+        if self.inputs:
+            self._check(ids, positions)
+            self._has_been_given = True
         self.repeat(rows)
         for each in self._counts:
             each.tokens += tokens
+
+    def _check(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        (rows, tokens), begin, prompts = ids.shape, self.get_seq_length(), self.inputs["input_ids"]
+        if not begin and self._has_been_given:
+            raise MisuseError(KEEPS_NONE)
+        wanted = prompts[:, begin : begin + tokens]
+        if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(rows // len(wanted), 0)):
+            raise MisuseError(
+                f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
+            )
+        if not wanted.numel() and tokens > 1 and positions is not None and self._are_of_prompts(positions):
+            raise MisuseError(
+                f"the past has {begin} tokens, an answer among them, and the model is given the prompt again: take a "
+                "past for each answer, or `copy.deepcopy(past)` before the first"
+            )
 
     def _are_of_prompts(self, positions: torch.Tensor) -> bool:
         """Whether the first of these positions, [rows, tokens], is one that the shortest prompt has."""

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from connector.transformers.changes import Weights
-from connector.transformers.held import Past, before_forward
+from connector.transformers.held import KEEPS_NONE, Past, before_forward
 from connector.transformers.identity import Revisions, longest, named
 from connector.transformers.inputs import InputReader, Row, in_rows
 from connector.transformers.paged import PagedPast
@@ -367,6 +367,8 @@ class HostPrefixCache:
             until = end if begin == 0 or self._takes_several else begin + 1
             others = {} if images is None or images.end <= begin else images.up_to(until)
             logits(self.model, torch.tensor([prompt.tokens[:until]], device=self._past.device), past, **others)
+            if past.get_seq_length() == begin:
+                raise MisuseError(KEEPS_NONE)
 
     # What has been computed
 
