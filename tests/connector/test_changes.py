@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from builtin_models import build_model
 from connector.transformers import HostPrefixCache
@@ -202,3 +203,15 @@ def test_tensors_of_any_dtype_and_stride_are_looked_at():
         values[(0,) * values.ndim] = 1
         weights.follow()
         assert len(resets) == at + 1, name
+
+
+def test_parts_of_a_quantized_weight_are_looked_at():
+    of, parts, resets = torch.nn.Module(), (torch.zeros(5), torch.zeros(5)), []
+    of.weight = torch.nn.Parameter(TwoTensor(*parts), requires_grad=False)
+    weights = Weights(of, lambda: resets.append(1))
+    for at, part in enumerate(parts):
+        weights.follow()
+        assert len(resets) == at
+        part.data[0] = 1
+    weights.follow()
+    assert len(resets) == 2

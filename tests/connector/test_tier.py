@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM
 
 from builtin_models import build_model
@@ -174,6 +175,19 @@ def test_a_revision_changes_with_any_byte_and_with_adapters():
     train_special_tokens(rows)
     off.model.layers[0].self_attn.k_proj._disable_adapters = True
     assert len({weights_revision(each) for each in (same, rows, off)}) == 3
+
+
+def test_a_revision_changes_with_any_part_of_a_quantized_weight():
+    """Such a tensor is made of others, such as codes and their scales."""
+
+    def revision(codes, scale):
+        of, width = model(), (64,)
+        made_of = TwoTensor(torch.full(width, codes), torch.full(width, scale))
+        of.model.norm.weight = torch.nn.Parameter(made_of, requires_grad=False)
+        return weights_revision(of)
+
+    assert revision(1.0, 1.0) == revision(1.0, 1.0)
+    assert len({revision(1.0, 1.0), revision(1.0, 2.0), revision(2.0, 1.0)}) == 3
 
 
 def test_a_reset_that_fails_is_tried_again(monkeypatch):

@@ -72,16 +72,16 @@ def _places(model: torch.nn.Module) -> tuple[list[object], list[torch.Tensor]]:
             kept += [buffer for name, buffer in fields["_buffers"].items() if name not in passing]
         if not fields.keys().isdisjoint(ADAPTERS):
             known += adapters_of(module)
-    tensors = [tensor for each in kept if each is not None for tensor in _plain(each)]
+    tensors = [tensor for each in kept if each is not None for tensor in plain(each)]
     known += [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
     return known, tensors
 
 
-def _plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensor itself, or those that a quantized or distributed one is made of."""
     if type(tensor) is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor):
         return (tensor,)
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _plain(getattr(tensor, name))]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in plain(getattr(tensor, name))]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from connector.tier.namespace import digest, digest_of_files
-from connector.transformers.changes import adapters_of
+from connector.transformers.changes import adapters_of, plain
 from cpu_prefix_cache import ConfigurationError, FileTier, SharedTier
 
 CHUNK_BYTES = 64 << 20  # of a tensor, brought to the host at once
@@ -59,8 +59,9 @@ def _own_code(model: PreTrainedModel) -> str:
 
 def _digest(tensor: torch.Tensor) -> str:
     found = xxhash.xxh3_128()
-    for chunk in tensor.detach().reshape(-1).split(CHUNK_BYTES // tensor.element_size()):
-        found.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
+    for part in plain(tensor):
+        for chunk in part.detach().reshape(-1).split(CHUNK_BYTES // part.element_size()):
+            found.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
