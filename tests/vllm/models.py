@@ -38,6 +38,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 VOCABULARY = 1000
 MAX_MODEL_LEN = 4096
 WINDOW = 64  # tokens that a window layer of Gemma 3 sees
+LOCAL_CHUNK = 128  # tokens of a chunk of Llama 4
 SHARPNESS = 1.5
 GATED_SHARPNESS = 2  # where one layer in four has attention, and that behind a gate
 GATED = ("qwen3_next", "qwen3_5_text")
@@ -89,8 +90,12 @@ def save_gemma3(folder: Path, seed: int = 0) -> Path:
     return _save(Gemma3ForCausalLM, config, folder, seed)
 
 
-def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, seed: int = 0) -> Path:
-    """Heads of another size under full attention: its blocks are of another length then."""
+def save_gemma4(
+    folder: Path, head_dim: int = 32, global_head_dim: int = 64, *, sharing: int = 0, seed: int = 0
+) -> Path:
+    """Heads of another size under full attention: its blocks are of another length then. So many of the last layers
+    are `sharing` the KV of earlier ones, as half of the small models' do.
+    """
     config = transformers.Gemma4TextConfig(
         **{name: value for name, value in SIZES.items() if name != "head_dim"},
         head_dim=head_dim,
@@ -98,11 +103,25 @@ def save_gemma4(folder: Path, head_dim: int = 32, global_head_dim: int = 64, see
         **WINDOWS,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=sharing,
         attention_k_eq_v=False,
         final_logit_softcapping=None,
     )
     return _save(transformers.Gemma4ForCausalLM, config, folder, seed)
+
+
+def save_llama4(folder: Path, seed: int = 0) -> Path:
+    """Three layers of chunked-local attention, and one that sees all tokens."""
+    config = transformers.Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=SIZES["intermediate_size"],
+        num_hidden_layers=4,
+        no_rope_layer_interval=4,
+        attention_chunk_size=LOCAL_CHUNK,
+        interleave_moe_layer_step=10,  # no layer has experts
+        num_local_experts=2,
+    )
+    return _save(transformers.Llama4ForCausalLM, config, folder, seed)
 
 
 def save_eagle(folder: Path, sizes: Mapping[str, Any] = SIZES, dtype: str = "float32", seed: int = 7) -> Path:
