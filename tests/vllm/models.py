@@ -15,7 +15,7 @@ count for less than what the tests tolerate.
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -167,15 +168,22 @@ def save_idefics3(folder: Path, seed: int = 0) -> Path:
         image_token_id=IMAGE,
         pad_token_id=0,
     )
-    words = [f"word{number}" for number in range(IMAGE)] + list(WORDS_OF_IMAGES)
-    known = WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(known), unk_token=words[0], additional_special_tokens=list(WORDS_OF_IMAGES)
-    )
+    tokenizer = save_words(folder, WORDS_OF_IMAGES)
     side = {"longest_edge": IMAGE_SIDE}
     images = Idefics3ImageProcessorPil(do_image_splitting=False, size=side, max_image_size=side)
     transformers.Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS).save_pretrained(folder)
     return _save(transformers.Idefics3ForConditionalGeneration, config, folder, seed)
+
+
+def save_words(folder: Path, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer of as many words as the models know, the last of them these."""
+    all_words = [f"word{number}" for number in range(VOCABULARY - len(words))] + list(words)
+    known = WordLevel({word: number for number, word in enumerate(all_words)}, unk_token=all_words[0])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(known), unk_token=all_words[0], additional_special_tokens=list(words)
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 MODELS = {"llama": save_llama, "qwen3": save_qwen3, "gemma3": save_gemma3}
