@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.vllm.models import save_eagle
+from tests.vllm.models import save_eagle, save_llama
 from tests.vllm.real_cache import BLOCKS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
 from tests.vllm.real_engine import BLOCK, TOLERANCE, differences
 
@@ -53,3 +53,18 @@ def test_one_damaged_block_of_a_load_shows(model, group):
         damaged = engine.answer(PROMPTS)
     assert [answer.loaded_tokens for answer in damaged] == [FOUND] * len(PROMPTS)
     assert sum(difference > TOLERANCE for difference in differences(damaged, expected_of(model))) >= 7
+
+
+@pytest.mark.parametrize("damaged", [None, "prefix-0"])
+def test_a_whole_model_that_drafts_has_its_kv_beside_the_others(damaged, tmp_path):
+    """For its drafts vLLM drops no block of a hit."""
+    drafter = dict(method="draft_model", num_speculative_tokens=2, model=str(save_llama(tmp_path, seed=5)))
+    engine = dict(speculative_config=drafter, blocks=DEVICE)
+    with CachedEngine(folder_of("llama"), offload="eager", copies=Copies(damaged=damaged), engine=engine) as engine:
+        engine.answer(PROMPTS)
+        engine.forget()
+        loaded = engine.answer(PROMPTS)
+        engine.check_nothing_leaked()
+    assert [answer.loaded_tokens for answer in loaded] == [BLOCKS * BLOCK] * len(PROMPTS)
+    shown = sum(difference > TOLERANCE for difference in differences(loaded, expected_of("llama")))
+    assert shown >= 7 if damaged else shown == 0
