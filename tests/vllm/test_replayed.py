@@ -175,7 +175,7 @@ def test_many_conversations(tmp_path, model, offload, asynchronous):
         tmp_path, groups=groups, offload=offload, failure_rate=0.03, seed=4, asynchronous=asynchronous, ranks=2, **size
     )
     users = Users(engine)
-    while engine.counts["submitted"] < 120:
+    while engine.counts["submitted"] < 200:
         while len(engine.requests) < 6:
             users.speak()
         if engine.random.random() < 0.02:
