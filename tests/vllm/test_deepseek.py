@@ -97,7 +97,9 @@ def test_a_running_engine_keeps_as_much(tmp_path, model):
     """Two prompts come back at their last boundary from a host that has room for no more."""
     planner, caches = made_by_vllm(tmp_path, model, memory=GIB)
     caches = replace(generate_scheduler_kv_cache_config([caches]), num_blocks=1_500)
-    usual = dict(caches=caches, device_blocks=1_500, offload="eager", max_model_len=16_384, step_tokens=1_024)
+    usual = dict(
+        caches=caches, device_blocks=1_500, offload="eager", policy="lru", max_model_len=16_384, step_tokens=1_024
+    )
     each = conversation_bytes(planner, PROMPT) // planner.host_block_bytes
     engine = Engine(tmp_path, host_blocks=2 * each, slowest=1, **usual)
     prompts = [[1_000 * at + token for token in range(PROMPT + 1)] for at in range(2)]
