@@ -55,7 +55,7 @@ class TieredKeeperMachine(KeeperMachine):
     def new_keeper(self):
         self.files = getattr(self, "files", None) or self.model(self.planner)
         self.files.open(portion=3, scans=True)
-        self.asks, self.told, self.heard, self.expected = {}, {}, 0, []
+        self.asks, self.told, self.heard = {}, {}, 0
         self.moving, self.ended, self.unfit, self.waiting, self.now = {}, {}, {}, {}, getattr(self, "now", 0.0)
         options = TierOptions(3 * self.slots, ask_seconds=self.ask_seconds)
         return TieredKeeper(self.slots, Records(self.file), self.planner, options)
@@ -78,21 +78,10 @@ class TieredKeeperMachine(KeeperMachine):
         else:
             self.is_answered(engine, id, prompt, answer)
 
-    @rule(engine=engines, prompt=prompts)
-    def expects(self, engine, prompt):
-        if engine in self.joined:
-            self.expected.append((engine, self.new_id()))
-            self.keeper.expect(*self.expected[-1], keys_of(prompt), self.now)
-
     def looks_at(self, engine, prompt):
         super().looks_at(engine, prompt)
         if self.waiting.pop((engine, self.next), None):
             self.keeper.release(engine, self.next)
-
-    @rule(data=st.data())
-    def looks_up_what_was_expected(self, data):
-        if self.expected:
-            self.keeper.release(*self.expected.pop(data.draw(st.sampled_from(range(len(self.expected))))))
 
     @rule(data=st.data())
     def goes_away(self, data):
@@ -105,7 +94,6 @@ class TieredKeeperMachine(KeeperMachine):
     def crashes(self, engine):
         super().crashes(engine)
         self.waiting = {each: other for each, other in self.waiting.items() if each[0] != engine}
-        self.expected = [each for each in self.expected if each[0] != engine]
 
     # The tier
 

@@ -47,7 +47,6 @@ class Line:
         self.num_slots, self.uses, self._planner = num_slots, 0, planner
         self._keeper, self._number, self._answers = keeper, number, []
         self._random = random.Random(number)
-        self.expected = {}  # the keys of prompts, by the ids of messages
         keeper.join(number, bytes(NAMESPACE_BYTES))
 
     def send(self, connection, message):
@@ -55,8 +54,6 @@ class Line:
         kind, id, numbers, keys = message
         if kind is Kind.RUN:
             self._answer(message, Kind.RAN, self._keeper.run(self._number, id, keys).numbers)
-        elif kind is Kind.EXPECT:
-            self.expected[id] = keys
         elif kind is Kind.TAKE:
             self._answer(message, Kind.TOOK, self._keeper.take(self._number, id, keys, bool(numbers[0])).numbers)
         elif kind is Kind.COMMIT:
@@ -65,7 +62,6 @@ class Line:
             self._answer(message, Kind.COUNTED, counted(self._keeper.statistics()))
         else:
             assert kind is Kind.RELEASE
-            self.expected.pop(id, None)
             self._keeper.release(self._number, id)
 
     def _answer(self, asked, kind, numbers):

@@ -147,17 +147,6 @@ def test_a_chunk_that_one_rank_could_not_write_is_found_by_nobody(node):
     assert other.run(PROMPT) == answer and other.admitted == [(0, 0)]
 
 
-@pytest.mark.parametrize("ends", ["looked up", "aborted"])
-def test_a_queued_request_is_expected_until_it_is_looked_up_or_aborted(node, ends):
-    one = node("one rank")
-    one.cache._questions.has_read = True  # the keeper has a tier
-    id = one.submit(PROMPT)
-    assert list(map(len, one.cache._messenger.expected.values())) == [LAST // 4]
-    one.step() if ends == "looked up" else one.abort(id)
-    assert not one.cache._messenger.expected
-    one.drain()
-
-
 def test_an_engine_that_ends_while_a_rank_writes_leaves_no_slot_behind(node):
     one = node("two ranks")
     one.ranks[1].pace = NEVER

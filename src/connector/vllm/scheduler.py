@@ -126,10 +126,10 @@ class SchedulerHalf:
         self._resets.follow()
         if self._events is not None:
             self._events.note(request)
-        if isinstance(self.cache, TieredCache | KeptCache) and _may_be_loaded(request):
+        if self.tier is not None and _may_be_loaded(request):
             keys = ChunkKeys.of(request.block_hashes, self._hashes_per_chunk)
             queued = Request(request.request_id, keys, request.num_tokens, next_use=_next_use(request))
-            self.cache.queued(queued, self.clock())
+            self.tier.queued(queued, self.clock())
         if self.tier is not None:
             for session in sessions_to_come(request.kv_transfer_params, versions.hint_actions(request)):
                 expected = self._sessions.keys(session, by=request)
@@ -313,8 +313,8 @@ class SchedulerHalf:
             tokens = _computed_tokens(request)
             self._remember(known, tokens)
             self.cache.finished(request.request_id, tokens)
-        elif isinstance(self.cache, TieredCache | KeptCache):
-            self.cache.abandoned(request.request_id)
+        elif self.tier is not None:
+            self.tier.abandoned(request.request_id)
         if self.tier is not None:
             self._sessions.ended(request)
         if self._events is not None:

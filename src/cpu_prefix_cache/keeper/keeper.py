@@ -1,7 +1,6 @@
 """Keeper: what becomes of the slots of one region, for the engines that have joined.
 
     join      an engine has a number and a namespace: one for each model, revision and layout
-    expect    a prompt that will run: what is below this pool may be read for it, until `release`
     run       after how much of a prompt can a request resume? It is leased: nobody overwrites it until `release`
     take      slots for the chunks that are missing behind what is here, and for the checkpoint after the last of them:
               this engine writes them, and nobody else
@@ -139,9 +138,6 @@ class Keeper:
         Pending: the answer waits for what is below this pool. Computing a chunk takes so long; 0: nobody knows.
         """
         return self._lease(engine, id, *self._find(engine, id, keys))
-
-    def expect(self, engine: int, id: int, keys: Sequence[bytes], now: float = 0.0, chunk_nanoseconds: int = 0) -> None:
-        """As `run`, of a request that is queued: nobody waits for an answer, and there is none."""
 
     def release(self, engine: int, id: int) -> None:
         """End a lease. Of a run that found nothing there is none."""

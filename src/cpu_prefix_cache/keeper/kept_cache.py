@@ -2,7 +2,6 @@
 
 To an engine it is a CPUPrefixCache that answers Pending more often: nothing is known here, so the keeper is queried.
 
-    queued     `expect` goes to the keeper, if it has read what is below its pool for this engine before
     lookup     `run` goes to the keeper: Pending, until it has answered or the deadline has passed, which it may put off
                while it reads a tier (questions.py)
     lookup     what it has is leased for this request: Hit, or Miss
@@ -33,7 +32,7 @@ from itertools import chain, count, islice
 from cpu_prefix_cache.keeper.answers import NOTHING, Leased
 from cpu_prefix_cache.keeper.counts import Counts
 from cpu_prefix_cache.keeper.messenger import Messenger
-from cpu_prefix_cache.keeper.protocol import Kind, Message, ProtocolError
+from cpu_prefix_cache.keeper.protocol import Kind, ProtocolError
 from cpu_prefix_cache.keeper.questions import Question, Questions
 from cpu_prefix_cache.keeper.shape import KINDS, MOST_GROUPS, MOST_PARTS, planner_of, spelled
 from cpu_prefix_cache.keeper.takes import Take, Takes
@@ -105,7 +104,6 @@ class KeptCache:
         self._ledger = TransferLedger(ranks)
         self._questions, self._takes = Questions(messenger), Takes(messenger, device, planner.host_blocks_per_chunk)
         self._pool_counts = Counts(messenger)
-        self._expected: dict[Hashable, tuple[int, int]] = {}  # the connection and the id of `expect`, by request
         self._loading: dict[int, Question] = {}  # by the load that uses its lease
         self._writing: dict[int, Take] = {}  # by its store
         self._running: dict[Hashable, _Running] = {}
@@ -123,7 +121,6 @@ class KeptCache:
     def lookup(self, request: Request, n0: int, now: float) -> Answer:
         """As CPUPrefixCache. The first answer of a request is Pending, unless the pool could add nothing."""
         self.passed(now)
-        self.abandoned(request.id)
         grid = self.planner.grid_tokens
         keys = self._findable(request)
         least = n0 + max(1, self._min_load_tokens)
@@ -196,28 +193,10 @@ class KeptCache:
         self._takes.passed(now)
         self._pool_counts.passed(now, self._ids)
 
-    def queued(self, request: Request, now: float) -> None:
-        """As TieredCache, but the keeper reads."""
-        self.passed(now)
-        self.abandoned(request.id)
-        keys, line = self._findable(request), self._messenger
-        here = bisect_left(range(len(keys)), True, key=lambda at: self._device.find(keys[at]) is None)
-        is_worth = (len(keys) - here) * self.planner.grid_tokens >= max(1, self._min_load_tokens)
-        if is_worth and self._questions.has_read and not self.is_off:
-            self._expected[request.id] = connection, id = line.connection, next(self._ids)
-            line.send(connection, Message(Kind.EXPECT, id, (self._chunk_nanoseconds,), keys))
-
-    def abandoned(self, id: Hashable) -> None:
-        """As TieredCache, also of a request that is looked up from now on."""
-        expected = self._expected.pop(id, None)
-        if expected is not None:
-            self._messenger.send(expected[0], Message(Kind.RELEASE, expected[1]))
-
     def admit(self, request: Request, n0: int, boundary: int | None = None, now: float | None = None) -> None:
         """As CPUPrefixCache."""
         if request.id in self._running:
             return
-        self.abandoned(request.id)
         question = self._questions.take(request.id, self._findable(request))
         leased = NOTHING if question is None else question.leased or NOTHING
         end = n0 if boundary is None else max(n0, boundary)
@@ -338,8 +317,6 @@ class KeptCache:
         for transfer in list(self._ledger):
             self._ledger.cancel(transfer)
         self._takes.drop_all()
-        for id in list(self._expected):
-            self.abandoned(id)
         self._questions.reset()
         for running in self._running.values():
             running.is_stale = True

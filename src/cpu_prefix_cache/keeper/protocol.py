@@ -7,13 +7,12 @@
     run        keys: of a prompt, from its first;    reading   numbers: for how many microseconds; then, in time:
                numbers: nanoseconds of prefill       ran       numbers: what is there, and leased (answers.py)
                for a chunk, 0 if not known
-    expect     as run, of a request that is queued       -
     take       keys: the same, all computed;         took      numbers: what may be written (answers.py)
                numbers: is there the checkpoint
                after the last of them, too
     commit     numbers: how many chunks were           -       of the take with this id, from its first chunk on
                written, and whether the checkpoint
-    release    -                                       -       of the run, or expect, with this id
+    release    -                                       -       of the run with this id
     name       keys: namespace                         -       the engine's weights have changed
     count      -                                       counted numbers: of the pool's slots (counts.py)
 
@@ -35,7 +34,7 @@ from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
 
-VERSION = 5
+VERSION = 4
 HEADER = struct.Struct("=IBBHQII")
 NUMBER_BYTES = 8
 MOST_BYTES = 64 << 20  # of a message: keys of two million chunks
@@ -63,7 +62,6 @@ class Kind(IntEnum):
     COUNT = 11
     COUNTED = 12
     READING = 13
-    EXPECT = 14
 
 
 class Message(NamedTuple):
@@ -89,7 +87,6 @@ class _Shape(NamedTuple):
 _SHAPES = {
     Kind.HELLO: _Shape(2, NAMESPACE_BYTES, may_have_more=True),
     Kind.RUN: _Shape(1, KEY_BYTES, is_prompt=True),
-    Kind.EXPECT: _Shape(1, KEY_BYTES, is_prompt=True),
     Kind.TAKE: _Shape(1, KEY_BYTES, is_prompt=True),
     Kind.COMMIT: _Shape(2),
     Kind.RELEASE: _Shape(0),

@@ -45,7 +45,6 @@ class Questions:
         self._unanswered_in_a_row = 0
         self._silent_until = 0.0
         self.asked = self.unanswered = 0
-        self.has_read = False  # the keeper has something below its pool
 
     def __len__(self) -> int:
         return len(self._of)
@@ -84,7 +83,6 @@ class Questions:
 
     def reading(self, connection: int, message: Message, now: float) -> None:
         """The answer waits for a tier, so long at most. It may come as late as others."""
-        self.has_read = True
         question = self._open.get(message.id)
         if question is not None and question.connection == connection:
             self._wait(question, now + message.numbers[0] * MICROSECOND + ASK_SECONDS)

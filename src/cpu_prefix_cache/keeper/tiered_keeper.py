@@ -3,7 +3,6 @@
     commit     what an engine has written goes to the tier, too, and at once: all of a node may be killed
     run        the tier has more of a prompt than the pool: it is read, and the question answered later
     run        of a store that others write, too, it is not known yet what it has: that is asked first
-    expect     the same, as far as there is room, behind all that is read for a `run`; and no answer
     step       what is read can be found like anything else, and so the question is answered as any; the same when the
                tier is late, loses some, or pauses
 
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from cpu_prefix_cache.keeper.answers import NOTHING, Leased
+from cpu_prefix_cache.keeper.answers import Leased
 from cpu_prefix_cache.keeper.keeper import Keeper, path_of
 from cpu_prefix_cache.keeper.protocol import MICROSECOND, MOST_MICROSECONDS
 from cpu_prefix_cache.keeper.records import Records
@@ -35,13 +34,10 @@ ROOM_SECONDS = 0.02  # after which it is seen whether the pool has room again fo
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A question whose answer waits until the deadline: for what a store says that it has, and then for its `want`.
-    `is_ahead`: of an expected prompt, so without an answer.
-    """
+    """A question whose answer waits until the deadline: for what a store says that it has, and then for its `want`."""
 
     keys: Sequence[bytes]
     chunk_nanoseconds: int
-    is_ahead: bool = False
     want: Want | None = None
     deadline: float = 0.0
 
@@ -68,18 +64,14 @@ class TieredKeeper(Keeper):
         self.passed(now)
         return self._answer(engine, id, _Waiting(keys, chunk_nanoseconds))
 
-    def expect(self, engine: int, id: int, keys: Sequence[bytes], now: float = 0.0, chunk_nanoseconds: int = 0) -> None:
-        self.passed(now)
-        self._answer(engine, id, _Waiting(keys, chunk_nanoseconds, is_ahead=True))
-
     def _answer(self, engine: int, id: int, waiting: _Waiting) -> Leased | Pending:
         """An answer, or until when the question waits from now on."""
         names, path, depth, node = self._find(engine, id, waiting.keys)
         may_read = waiting.want is None and depth < len(names) and not self.absent and self.below.can_be_read
-        if may_read and self._read(engine, id, waiting, names, depth):
-            self._waiting[engine, id] = waiting
-            return Pending(waiting.deadline)
-        return NOTHING if waiting.is_ahead else self._lease(engine, id, names, path, depth, node)
+        if not may_read or not self._read(engine, id, waiting, names, depth):
+            return self._lease(engine, id, names, path, depth, node)
+        self._waiting[engine, id] = waiting
+        return Pending(waiting.deadline)
 
     def _read(self, engine: int, id: int, waiting: _Waiting, names: Sequence[bytes], depth: int) -> bool:
         """Whether the question waits: what the tier has of a prompt, of which so many chunks are here, is asked, or
@@ -92,15 +84,14 @@ class TieredKeeper(Keeper):
         if unknown_until is not None:
             waiting.deadline = unknown_until
             return True
-        has_room = self._promotions.has_room or not waiting.is_ahead
-        chosen = self._worth_it(request, here, waiting) if has_room else None
+        chosen = self._worth_it(request, here, waiting)
         if chosen is None:
             return False
         self._read_at = self._step_at = self._now
         deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
         waiting.deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
         waiting.want = self._promotions.note(request, chosen, here, waiting.deadline)
-        self._asked += not waiting.is_ahead
+        self._asked += 1
         return True
 
     def _unknown_until(self, request: Request, here: int, waiting: _Waiting) -> float | None:
@@ -140,9 +131,7 @@ class TieredKeeper(Keeper):
         for (engine, id), waiting in list(self._waiting.items()):
             is_over = not self.below.is_asked((engine, id)) if waiting.want is None else waiting.want.is_over
             if is_over or self._now >= waiting.deadline:
-                answer = self._again(engine, id)
-                if not waiting.is_ahead:
-                    yield engine, id, answer
+                yield engine, id, self._again(engine, id)
         self._step_at = min((self._step_at, *(each.deadline for each in self._waiting.values())))
 
     def _again(self, engine: int, id: int) -> Leased | Pending | None:
@@ -151,7 +140,7 @@ class TieredKeeper(Keeper):
             answer = self._answer(engine, id, waiting)
         except MisuseError:
             answer = None
-        if waiting.want is not None and isinstance(answer, Leased) and not waiting.is_ahead:
+        if waiting.want is not None and isinstance(answer, Leased):
             here = waiting.want.host_end // self.planner.grid_tokens
             self._tier_hit_chunks += max(0, answer.depth - here)
             self._late += not waiting.want.is_over
@@ -160,25 +149,17 @@ class TieredKeeper(Keeper):
         return answer
 
     def _advance(self) -> None:
-        """Read more for questions that wait, those that came first before others, and expected prompts last. One that
-        has not begun, behind one that finds no room, costs nothing.
+        """Read more for questions that wait, those that came first before others. One that has not begun, behind one
+        that finds no room, costs nothing.
         """
         may_read = True
-        for (engine, _), waiting in sorted(self._waiting.items(), key=lambda each: each[1].is_ahead):
+        for (engine, _), waiting in self._waiting.items():
             want = waiting.want
             if want is None or want.is_over or self._now >= want.deadline:
                 continue
             if may_read or want.has_begun:
                 self._policy.serve(engine)
                 may_read = self._promotions.advance(want, may_read, self._now)
-                if not may_read and not waiting.is_ahead:
-                    self._give_up_the_last_expected()
-
-    def _give_up_the_last_expected(self) -> None:
-        """Somebody who waits finds no room."""
-        expected = (each for each in reversed(self._waiting) if self._waiting[each].is_ahead)
-        if (last := next(expected, None)) is not None:
-            self.release(*last)
 
     def _end(self, question: tuple[int, int], waiting: _Waiting) -> None:
         """Nobody waits for it any more. Others find room where what was read for it is."""

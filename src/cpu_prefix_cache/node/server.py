@@ -367,8 +367,6 @@ class Server:
             raise ProtocolError(f"got {kind.name} before {Kind.HELLO.name}")
         elif kind is Kind.RUN:
             self._send_run(connection, id, keeper.run(engine, id, keys, time.monotonic(), numbers[0]))
-        elif kind is Kind.EXPECT:
-            keeper.expect(engine, id, keys, time.monotonic(), numbers[0])
         elif kind is Kind.TAKE:
             granted = keeper.take(engine, id, keys, bool(numbers[0]))
             self._send(connection, Message(Kind.TOOK, id, granted.numbers))

@@ -7,21 +7,18 @@ word that it has taken them in, so that no engine computes what was to be found.
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 
 import pytest
 
-from cpu_prefix_cache.deciding import Request
 from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.keeper.protocol import Kind
 from cpu_prefix_cache.offload import prefill_rate
 from cpu_prefix_cache.slab.records import SIZE, Record, checksum, pack
-from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE, keys_of
+from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.node_with_files import Node, wait_until
 from tests.unit.keeper.pool_engine import PoolEngine
-from tests.unit.keeper.test_metrics import shown
 
 PROMPT = "abcdef"
 
@@ -167,23 +164,6 @@ def test_a_prompt_that_has_left_the_pool_is_read_again(tmp_path):
             assert engine.serves(prompt) == 8
             engine.rests()
             engine.forgets()
-
-
-def test_a_request_that_is_queued_is_read_for_meanwhile(tmp_path):
-    with Node(tmp_path, metrics="127.0.0.1:0") as node:
-        with PoolEngine(node.address) as engine:
-            engine.stores(PROMPT)
-            engine.stores("xyz")
-            node.holds(len(PROMPT) + 3)
-        node.begins_again()
-        with PoolEngine(node.address) as engine:
-            node.has_opened()
-            assert engine.serves("xyz") == 3, "now the engine knows that the keeper reads"
-            queued = Request("queued", keys_of(PROMPT), len(PROMPT) * GRID + 1)
-            engine.host.cache.queued(queued, time.monotonic())
-            wait_until(lambda: shown(node)["resident_blocks"] == 3 + len(PROMPT))
-            assert engine.serves(PROMPT) == len(PROMPT)
-            assert shown(node)['tier_requests_total{outcome="asked"}'] == 1, "the pool had all of the second one"
 
 
 def test_a_question_has_the_time_in_which_a_chunk_is_computed(tmp_path, monkeypatch):

@@ -41,9 +41,6 @@ class Line:
     def end_use(self):
         self.uses -= 1
 
-    def rename(self, revision):
-        pass
-
     def answer(self, kind, *numbers):
         """To what was sent last."""
         self.given.append((self.connection, Message(kind, self.sent[-1].id, numbers)))
@@ -138,45 +135,6 @@ def test_a_request_waits_for_files_until_the_keeper_has_promised_an_answer():
     assert engine.cache.lookup(request, 0, 0.01) == Pending(0.01 + 0.5 + ASK_SECONDS)
     engine.line.answer(Kind.RAN, 2, 2, 0, 1)
     assert engine.cache.lookup(request, 0, 0.4) == Hit(2 * GRID)
-
-
-def expecting():
-    """An engine that has seen its keeper read."""
-    engine = Engine()
-    engine.cache.lookup(Request("first", KEYS[:1], GRID + 1), 0, 0.0)
-    engine.line.answer(Kind.READING, 0)
-    engine.line.answer(Kind.RAN, 0, 0)
-    engine.cache.passed(0.0)
-    engine.line.sent.clear()
-    return engine, Request("r", KEYS, 4 * GRID)
-
-
-@pytest.mark.parametrize("ends", ["looked up", "admitted", "abandoned", "reset", "queued again"])
-def test_a_queued_request_is_expected_until_it_is_looked_up_or_ends(ends):
-    engine, request = expecting()
-    engine.cache.queued(request, 0.0)
-    (sent,) = engine.line.sent
-    assert (sent.kind, sent.numbers, sent.keys) == (Kind.EXPECT, (0,), tuple(KEYS[:3]))
-    {
-        "looked up": lambda: engine.cache.lookup(request, 0, 0.0),
-        "admitted": lambda: engine.cache.admit(request, 0),
-        "abandoned": lambda: engine.cache.abandoned("r"),
-        "reset": engine.cache.reset,
-        "queued again": lambda: engine.cache.queued(request, 0.0),
-    }[ends]()
-    released = Message(Kind.RELEASE, sent.id)
-    assert engine.line.sent[1] == released
-    engine.cache.abandoned("r")
-    assert engine.line.sent.count(released) == 1
-
-
-def test_a_queued_request_is_not_expected_that_the_device_has_or_whose_keeper_has_never_read():
-    engine, request = expecting()
-    engine.device.computed(engine.device.take(KEYS, 0, ()), len(KEYS))
-    engine.cache.queued(request, 0.0)
-    other = Engine()
-    other.cache.queued(request, 0.0)
-    assert not engine.line.sent and not other.line.sent
 
 
 def test_a_lease_ends_in_time_behind_a_question_that_waits_for_files():

@@ -211,50 +211,6 @@ def test_a_chunk_that_files_have_of_another_prompt_is_no_question(tmp_path):
             reads(below, keys=KEYS[1:2])
 
 
-def expects(below, id, keys):
-    below.keeper.expect(ENGINE, id, keys, time.monotonic())
-
-
-def test_an_expected_prompt_is_read_and_found_when_it_comes(tmp_path):
-    with pool(tmp_path, LARGE) as (below, memory):
-        stored = stores(below, memory)
-    with pool(tmp_path, LARGE) as (below, memory):
-        expects(below, 1, KEYS)
-        assert until_so(below, lambda: not below.keeper.is_awaited) == [], "nobody waits for an answer"
-        assert not below.keeper.keeper_statistics().leases
-        below.keeper.release(ENGINE, 1)
-        leased = reads(below)
-        assert [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in leased.slots] == stored
-
-
-@pytest.mark.parametrize("ends", ["released", "gone"])
-def test_an_expected_prompt_that_nobody_wants_any_more_is_not_read_on(tmp_path, ends):
-    with pool(tmp_path, LARGE) as (below, memory):
-        stores(below, memory)
-    with pool(tmp_path, LARGE) as (below, memory):
-        expects(below, 1, KEYS)
-        assert below.keeper.is_awaited
-        below.keeper.release(ENGINE, 1) if ends == "released" else below.keeper.leave(ENGINE)
-        assert not below.keeper.is_awaited and not below.keeper.plan_below().step.transfers
-
-
-def test_a_question_has_the_room_of_prompts_that_are_expected(tmp_path):
-    """A quarter of the pool is read into at once: one that is expected takes it, and gives it up to who waits."""
-    wanted, expected = ([f"{name}{at}".encode().ljust(KEY_BYTES) for at in range(SLOTS // 8)] for name in "ab")
-    with pool(tmp_path, LARGE) as (below, memory):
-        for id, keys in enumerate((wanted, expected)):
-            stores(below, memory, keys=keys, id=id)
-    with pool(tmp_path, LARGE) as (below, memory):
-        expects(below, 1, expected)
-        until_so(below, lambda: below.keeper._promotions.slices)
-        expects(below, 3, wanted)
-        assert [*below.keeper._waiting] == [(ENGINE, 1)], "there is no room"
-        assert isinstance(reads(below, keys=wanted), Pending)
-        assert not list(below.keeper.step()) and [*below.keeper._waiting] == [(ENGINE, 2)]
-        ((_, id, leased),) = until_so(below, lambda: not below.keeper.is_awaited)
-        assert id == 2 and leased.depth == len(wanted)
-
-
 def reads(below, nanoseconds=0, now=None, keys=KEYS):
     return below.keeper.run(ENGINE, 2, keys, time.monotonic() if now is None else now, nanoseconds)
 
