@@ -218,10 +218,13 @@ class TierCache:
         copies: list[GroupCopy] = []
         count, checkpoint, sources = len(chain.keys), chain.checkpoint, []
         if count:
-            sources.append(node := self.pool.find(chain.keys[-1]))
-            if node is not None:
+            node = self.pool.find(chain.keys[-1])
+            path = [] if node is None else self.pool.path(node, count)
+            is_here = self.pool.keys_of(path) == [*chain.keys]  # a wrong engine may have joined keys of two prompts
+            sources.append(node if is_here else None)
+            if is_here:
                 by_group = self.coordinator.chunk_blocks_by_group(self.host.blocks_of(nodes[:count]))
-                copies += self.coordinator.chunk_copies(self.pool.path(node, count), by_group)
+                copies += self.coordinator.chunk_copies(path, by_group)
         if checkpoint is not None:
             sources.append(node := self.pool.find(checkpoint_key(checkpoint.tail[-1])))
             if node is not None:

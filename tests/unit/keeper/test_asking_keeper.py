@@ -3,6 +3,8 @@
 The test is the engines, the store, and the clock.
 """
 
+from itertools import count
+
 import pytest
 
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
@@ -17,7 +19,7 @@ from cpu_prefix_cache.messages.tier import TierOptions, TierReport, Told
 
 SLOTS, BLOCK, ASK_SECONDS = 32, 64, 0.02
 NAMESPACE, ENGINE = b"n" * NAMESPACE_BYTES, 1
-A, B, C, D = (letter.encode() * KEY_BYTES for letter in "abcd")
+A, B, C, D, Y = (letter.encode() * KEY_BYTES for letter in "abcdy")
 MODEL = HybridChunkPlanner([PrefixGroup(name="0", block_tokens=4, block_bytes=BLOCK)], max_model_len=64)
 
 
@@ -136,3 +138,28 @@ def test_keys_of_several_prompts_that_a_store_has_break_nothing(keeper, wrong):
     keeper.hears(told=[Told(0, True, 2), Told(1, True, 2)])
     answers = keeper.answers()
     assert isinstance(answers[1], Pending) and answers[2] in (None, NOTHING)
+
+
+def test_keys_of_two_prompts_in_one_question_end_no_keeper(keeper):
+    """Nothing but y d names d below y. Once an engine has joined them so, a b c d is read as far as it is a prompt."""
+    numbers, now = count(1), [0.0]
+
+    def asks(keys, *, gives_up=False):
+        """The answer of a store that has all of them."""
+        number = next(numbers)
+        answer = keeper.run(ENGINE, number, keys, now[0])
+        if gives_up:
+            keeper.release(ENGINE, number)
+        for _ in range(6):
+            now[0] += 0.001
+            keeper.passed(now[0])
+            plan = keeper.plan_below()
+            done = [transfer.id for transfer in plan.step.transfers]
+            keeper.hears(done=done, told=[Told(ask.id, True, len(ask.keys)) for ask in plan.asks])
+            answer = keeper.answers().get(number, answer)
+        return answer
+
+    asks([A])
+    asks([Y, D], gives_up=True)
+    asks([A, B], gives_up=True)
+    assert asks([A, B, C, D]).depth >= 1
