@@ -21,9 +21,9 @@ from property_tests.strategies import chain, prompts
 )
 def test_an_lru_finds_what_the_youngest_requests_used(room: int, requests: list[list[str]]) -> None:
     """Beside the sums over all younger requests: those that leave room have their chunks, the oldest of them a part."""
-    recency, found = Recency(room), 0.0
     last: dict[str, int] = {}
     uses: list[Use] = []
+    recency, found = Recency(room, lambda use: next((each for each in uses[use.number :] if each.members), None)), 0.0
     gone = 0  # requests that are older than all recent ones
 
     def younger(number: int) -> int:
@@ -60,7 +60,7 @@ def leave(recency: Recency, use: Use) -> None:
 
 def test_while_chunks_go_by_age_an_lru_finds_what_is_here() -> None:
     """Not what it would have by the uses, which is nothing here."""
-    recency = Recency(0)
+    recency = Recency(0, lambda _: None)
     recency._found = 100.0
     recency.seek([(Use(0.0, 1), 5)], 3, is_hinted=False)
     assert recency._found == 100 * DECAY + 3

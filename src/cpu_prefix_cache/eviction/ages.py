@@ -97,6 +97,16 @@ class Ages:
             move_oldest(ring, use, older)
         return moved
 
+    def younger(self, use: Use) -> Use | None:
+        """The next younger use, also of one that has just ended. None: it is the youngest."""
+        following, bin = use.younger, use.bin
+        while following is self._rings[bin]:
+            if not bin:
+                return None
+            bin -= 1
+            following = self._rings[bin].younger
+        return following
+
     def uses(self) -> Iterator[Use]:
         """From the oldest to the youngest."""
         return chain.from_iterable(map(members, reversed(self._rings)))

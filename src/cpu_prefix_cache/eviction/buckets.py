@@ -9,8 +9,9 @@ old enough for the next bin (ages.py); a row changes its rank when its class is 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedKeyList
 
 from cpu_prefix_cache.eviction.ages import NEVER, Ages, Use
 from cpu_prefix_cache.eviction.levels import Levels
@@ -39,12 +40,12 @@ class Buckets:
         self._survival = Survival(features, hinted)
         self._ages = Ages(self._survival)
         self._levels = levels
-        self._recency = Recency(room)
+        self._recency = Recency(room, self._ages.younger)
         self._width = len(levels.costs)
         self._rings = defaultdict[int, Segment](segment_ring)  # by row
         self._ranks: list[Rank] = []  # of the rings that may have members, in order
         self._ranked: list[dict[int, Rank]] = [{} for _ in features]  # by class, and by row: those that are among them
-        self._by_age = SortedDict()  # uses that have leaves, by their numbers
+        self._by_age = SortedKeyList(key=attrgetter("number"))  # uses that have leaves
         self._use = NEVER  # the last one
         self._requests = self._next_round = 0
         self._to_learn: list[int] = []  # classes, the last one next
@@ -60,9 +61,9 @@ class Buckets:
     def ends(self) -> Iterator[tuple[Rank, int]]:
         """The deepest chunks of all leaves, by rank. Changes nothing."""
         if self.is_by_age:
-            for number, use in self._by_age.items():
+            for use in self._by_age:
                 for segment in use.leaves:
-                    yield (number, 0, 0), segment.deepest
+                    yield (use.number, 0, 0), segment.deepest
             return
         for rank in self._ranks:
             for segment in members(self._rings[rank[2]]):
@@ -126,7 +127,7 @@ class Buckets:
     def enter(self, segment: Segment) -> None:
         """A segment is a leaf from now on."""
         if not segment.use.leaves:
-            self._by_age[segment.use.number] = segment.use
+            self._by_age.add(segment.use)
         segment.use.leaves[segment] = None
         row = self._row(segment)
         ring = self._rings[row]
@@ -159,7 +160,9 @@ class Buckets:
             assert use in uses, "a segment has a use that has ended"
             if segment in use.leaves:
                 assert segment.ring is self._rings[self._row(segment)], "a leaf stands in the wrong ring"
-        assert self._by_age == {use.number: use for use in uses if use.leaves}, "a use with leaves is not found by age"
+        assert [*self._by_age] == [use for use in self._ages.uses() if use.leaves], (
+            "a use with leaves is not found by age"
+        )
         kinds = Counter((segment.use, segment.kind) for segment in known)
         nodes = Counter[Use]()
         for segment in known:
@@ -193,7 +196,7 @@ class Buckets:
     def _is_no_leaf_of(self, use: Use, segment: Segment) -> None:
         del use.leaves[segment]
         if not use.leaves:
-            del self._by_age[use.number]
+            self._by_age.remove(use)
 
     def _move_leaves(self, use: Use) -> None:
         """A use is in the next bin, and so are its leaves, each as the youngest of its bucket."""

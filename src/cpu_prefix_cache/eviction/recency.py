@@ -12,8 +12,7 @@ while things do go by age, those that are here, whoever serves them. So age is l
 when requests have long forgotten that worth once found less.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cpu_prefix_cache.eviction.ages import NEVER, Use
 
@@ -25,11 +24,14 @@ FORGOTTEN = 1 / 8  # of what is not known: it counts as known, and not found
 
 
 class Recency:
-    """An LRU with room for so many nodes. Callers report when a use begins, and which nodes have it."""
+    """An LRU with room for so many nodes. Callers report when a use begins, and which nodes have it; `younger` is the
+    next younger use, also of one that has just ended.
+    """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, younger: Callable[[Use], Use | None]) -> None:
         self._room = room
-        self._recent = OrderedDict[Use, None]()  # uses, from the oldest on
+        self._younger = younger
+        self._oldest: Use | None = None  # of the recent ones; all that are younger are recent, too
         self._nodes = 0  # of recent uses
         self._found = self._served = 0.0
         self._known = room / 4  # at first: that much counts as not found
@@ -41,16 +43,16 @@ class Recency:
 
     def begin(self, use: Use) -> None:
         """A use begins, the youngest of all."""
-        self._recent[use] = None
+        self._oldest = self._oldest or use
 
     def add(self, use: Use, nodes: int) -> None:
         """So many more nodes have this use; fewer, if negative. A use without members has ended."""
         use.nodes += nodes
-        if use in self._recent:
+        if self._is_recent(use):
             self._nodes += nodes
             self._shrink()
-            if not use.members:
-                self._recent.pop(use, None)
+        if not use.members and use is self._oldest:
+            self._oldest = self._younger(use)
 
     def resize(self, room: int) -> None:
         """There is room for so many nodes now."""
@@ -59,37 +61,37 @@ class Recency:
 
     def clear(self) -> None:
         """Nothing is here any more."""
-        self._recent.clear()
-        self._nodes = 0
+        self._oldest, self._nodes = None, 0
 
     def seek(self, uses: Iterable[tuple[Use, int]], served: int, *, is_hinted: bool) -> None:
         """A request uses chunks that had these uses, so many each, or NEVER one; `served` of them are here.
 
         Of hints an LRU knows nothing.
         """
-        oldest = next(iter(self._recent), NEVER)
         leaving = max(0, self._nodes - self._room)  # of the oldest
         found = known = 0.0
         for use, chunks in uses:
             known += FORGOTTEN * chunks if use is NEVER else chunks
-            if use in self._recent:
-                found += chunks * (1 - leaving / oldest.nodes) if use is oldest else chunks
+            if self._is_recent(use):
+                found += chunks * (1 - leaving / use.nodes) if use is self._oldest else chunks
         if self.is_enough:
             found = served
         self._known = self._known * DECAY + known
         self._found = self._found * DECAY + (0 if is_hinted else found)
         self._served = self._served * DECAY + served
 
+    def _is_recent(self, use: Use) -> bool:
+        return self._oldest is not None and use.number >= self._oldest.number
+
     def _shrink(self) -> None:
         """Uses are recent while those that are younger leave some room."""
-        while self._recent and self._nodes - (oldest := next(iter(self._recent))).nodes >= self._room:
-            del self._recent[oldest]
-            self._nodes -= oldest.nodes
+        while self._oldest is not None and self._nodes - self._oldest.nodes >= self._room:
+            self._nodes -= self._oldest.nodes
+            self._oldest = self._younger(self._oldest)
 
     def check_valid(self, uses: Iterable[Use]) -> None:
-        """Assert that recent uses are the youngest of these, all that have nodes, from the oldest on. For tests."""
-        by_age = list(uses)
-        assert [*self._recent] == by_age[len(by_age) - len(self._recent) :], "others are recent than the youngest"
-        assert self._nodes == sum(use.nodes for use in self._recent), "recent nodes are miscounted"
-        younger = self._nodes - next(iter(self._recent), NEVER).nodes
-        assert not self._recent or younger < self._room, "more is recent than there is room for"
+        """Assert that the nodes of the recent ones of these, which are all, are counted. For tests."""
+        recent = [use for use in uses if self._is_recent(use)]
+        assert recent[:1] == ([] if self._oldest is None else [self._oldest]), "the oldest recent use has ended"
+        assert self._nodes == sum(use.nodes for use in recent), "recent nodes are miscounted"
+        assert not recent or self._nodes - recent[0].nodes < self._room, "more is recent than there is room for"
