@@ -163,8 +163,10 @@ class StorePlanner:
 
     def receive(self, chain: Chain, touch: Any, owner: Hashable) -> Promotion | None:
         """Host blocks for as many first nodes of a chain as find room: their bytes come from elsewhere, and not from
-        the device. None, if none do.
+        the device. None, if none do, or one of them is covered: a wrong engine has joined keys of two prompts.
         """
+        if any(map(self.is_covered, chain.node_keys)):
+            return None
         needs = self._needs(chain)
         follows = self._writers(chain, needs or ())
         missing = [need.key for need in self.pool.checkpoints.missing(needs or ())]

@@ -163,3 +163,22 @@ def test_keys_of_two_prompts_in_one_question_end_no_keeper(keeper):
     asks([Y, D], gives_up=True)
     asks([A, B], gives_up=True)
     assert asks([A, B, C, D]).depth >= 1
+
+
+@pytest.mark.parametrize(("begins", "written"), [("engine", 2), ("tier", 1)])
+def test_a_key_is_not_written_below_two_parents_at_once(keeper, begins, written):
+    """An engine takes keys of two prompts, b and c, while the tier is read for a d y c."""
+
+    def take():
+        return keeper.take(ENGINE, 1, [B, C]).slots
+
+    taken = take() if begins == "engine" else ()
+    keeper.run(ENGINE, 2, [A, D, Y, C])
+    keeper.hears(told=[Told(ask, True, len(keys)) for ask, keys in keeper.asks().items()])
+    keeper.answers()
+    list(keeper.step())
+    loads = [transfer.id for transfer in keeper.plan_below().step.transfers]
+    taken = taken or take()
+    assert len(taken) == written and bool(loads) == (begins == "tier")
+    keeper.commit(ENGINE, 1, written, False)
+    keeper.hears(done=loads)
