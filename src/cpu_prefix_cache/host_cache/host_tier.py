@@ -7,7 +7,6 @@ close     what only the host has is written, for some seconds at most
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.keyed.tiered_keyed_cache import TieredKeyedCache
@@ -61,13 +60,7 @@ class TierBelow:
         self._above.report_below(self._rank.report())
 
     def statistics(self) -> TierStatistics:
-        seen = self._rank.statistics()
-        return replace(
-            self._above.tier_statistics(),
-            read_seconds=seen.read_seconds,
-            write_seconds=seen.write_seconds,
-            kept=seen.kept,
-        )
+        return self._rank.statistics().added_to(self._above.tier_statistics())
 
     def drain(self) -> None:
         self._rank.drain()

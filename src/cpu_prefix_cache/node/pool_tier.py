@@ -59,13 +59,7 @@ class PoolTier:
         self._rank.run(self.keeper.plan_below())
 
     def statistics(self) -> TierStatistics:
-        seen = self._rank.statistics()
-        return replace(
-            self.keeper.tier_statistics(),
-            read_seconds=seen.read_seconds,
-            write_seconds=seen.write_seconds,
-            kept=seen.kept,
-        )
+        return self._rank.statistics().added_to(self.keeper.tier_statistics())
 
     @property
     def wait_seconds(self) -> float | None:

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +31,7 @@ from cpu_prefix_cache.copier.job_thread import JobThread
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
+from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import READ_BYTES
 from cpu_prefix_cache.model.planner import Piece
 from cpu_prefix_cache.slab.below import Below, address_of
@@ -68,6 +70,10 @@ class SlotStatistics(NamedTuple):
     read_bytes_per_second: float | None  # lately; None: not enough was read
     write_bytes_per_second: float | None
     kept: int = 0  # of the refused slots, values with wrong bytes that were not deleted from a store
+
+    def added_to(self, tier: TierStatistics) -> TierStatistics:
+        """The statistics of the deciding half, with what its one rank alone has seen."""
+        return replace(tier, read_seconds=self.read_seconds, write_seconds=self.write_seconds, kept=self.kept)
 
 
 class TierCopier(Copier):
