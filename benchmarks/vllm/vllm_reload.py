@@ -13,6 +13,7 @@ measured; tests/vllm and tests/gpu/vllm_equality.py test that bytes are right.
     ours-lazy, ours-eager     CPUPrefixCacheConnector
     ours-parked, ours-short   the same: requests wait for all loads, or a step for all those of `short`
     simple-lazy, simple-eager, offloading      vLLM's SimpleCPUOffloadConnector and OffloadingConnector
+    lmcache, lmcache-mp       LMCache in the engine's process, and its server
 
     idle       new prompts on a device that is never full: the cost of a connector without hits
     stores     the same in one engine, with and without stores: the cost of stores
@@ -67,6 +68,8 @@ OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "
 NULL = {"kv_connector": "NullConnector", "kv_connector_module_path": "benchmarks.vllm.vllm_null"}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
 OFFLOADING = {"kv_connector": "OffloadingConnector"}
+LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
+LMCACHE_MP = {"kv_connector": "LMCacheMPConnector"}
 LRU = {"policy": "lru"}  # as in all sittings before `adaptive` was the default
 POOL = "pool"  # that a keeper has; the caller gives its address
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
@@ -87,6 +90,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "offloading": (OFFLOADING, {}),
     "offloading-short": (OFFLOADING, {"sync_load_budget_bytes": SHORT_BYTES}),
     "offloading-arc": (OFFLOADING, {"eviction_policy": "arc"}),
+    "lmcache": (LMCACHE, {}),
+    "lmcache-mp": (LMCACHE_MP, {"lmcache.mp.autostart": True}),
     "offloading-adaptive": (
         OFFLOADING,
         {"eviction_policy": "AdaptivePolicy", "cache_policy_module_path": "cpu_prefix_cache_vllm"},
@@ -129,7 +134,7 @@ class Engine:
             if noted:
                 name_there = f"Noted{connector['kv_connector']}"
                 connector = {"kv_connector": name_there, "kv_connector_module_path": "benchmarks.vllm.step_trace"}
-            own = {} if name == POOL else {"cpu_bytes_to_use": args.host_gib * GIB}
+            own = host_options(name, args.host_gib)
             extra = {**own, **extra, **more}
             options["kv_transfer_config"] = {**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
         self.name = name
@@ -143,7 +148,7 @@ class Engine:
             text=True,
             bufsize=1,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **lmcache_environment(args.host_gib), "PYTHONPATH": path},
         )
 
     def receive(self) -> dict[str, Any]:
@@ -187,6 +192,18 @@ class Engine:
         with suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def host_options(name: str, host_gib: int) -> dict[str, Any]:
+    """Options of the connector of an engine by which it has so much host memory."""
+    if name == "lmcache-mp":
+        return {"lmcache.mp.autostart.server_args": f"--l1-size-gb {host_gib} --eviction-policy LRU"}
+    return {} if name in (POOL, "lmcache") else {"cpu_bytes_to_use": host_gib * GIB}
+
+
+def lmcache_environment(host_gib: int) -> dict[str, str]:
+    """Settings of LMCache, which takes its host memory from the environment, and hashes prompts by Python's seed."""
+    return {"LMCACHE_MAX_LOCAL_CPU_SIZE": str(host_gib), "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
 
 
 def end_engines_when_terminated() -> None:
