@@ -42,6 +42,18 @@ def test_a_member_that_is_gone_is_named(monkeypatch, name):
         interface.check_interface()
 
 
+def test_a_member_that_is_only_read_or_written_about_is_none():
+    source = '''
+    class Pool:
+        """Has `gone`, once."""
+        field: int
+
+        def method(self):
+            self.kept = self.gone  # gone
+    '''
+    assert set(interface._bound(source)) == {"field", "method", "kept"}
+
+
 @pytest.mark.parametrize("name", [*CONTRACT["members"], CONTRACT["linker"]])
 def test_a_class_that_is_gone_is_named(monkeypatch, name):
     found = interface._found
