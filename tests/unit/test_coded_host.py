@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cpu_prefix_cache import ConfigurationError, FileTier, Prefix, keys_and_values
+from cpu_prefix_cache import ConfigurationError, FileTier, Prefix, SharedTier, keys_and_values
+from cpu_prefix_cache.testing import MemoryStore
 from cpu_prefix_cache.tiers.promotions import Promotions
 from tests.support.host_engine import GRID, PATIENCE, HostEngine, keys_of
 
@@ -40,6 +41,15 @@ def test_bits_come_back(content):
     assert engine.host.statistics().cache.bytes_loaded == 4 * 1568
 
 
+def test_the_first_token_of_a_prompt_fits(content):
+    """Its keys have channels far above all others (massive activations, arXiv 2402.17762)."""
+    for channel, size in ((5, 2.0**12), (60, -(2.0**14)), (101, 2.0**16)):
+        content[0, 0, 0, 0, channel] = size
+    engine = Engine(content)
+    engine.stores()
+    assert engine.serves(PROMPT) == 4 and engine.host.statistics().cache.store_unfit == 0
+
+
 def test_a_chunk_that_does_not_fit_is_computed_again(content):
     content[2, 1] = torch.randint(-32768, 32768, (1, GRID, 128)).to(torch.int16).view(torch.bfloat16)
     engine = Engine(content)
@@ -47,12 +57,15 @@ def test_a_chunk_that_does_not_fit_is_computed_again(content):
     assert engine.serves(PROMPT) == 2 and engine.host.statistics().cache.store_unfit >= 2
 
 
-@pytest.mark.parametrize(("first", "then", "found"), [("exponent", "exponent", 4), ("exponent", "none", 0)])
-def test_a_coded_and_a_raw_cache_never_meet_in_a_file(tmp_path, content, monkeypatch, first, then, found):
+@pytest.mark.parametrize("kind", ["files", "a store"])
+@pytest.mark.parametrize(("then", "found"), [("exponent", 4), ("none", 0)])
+def test_a_coded_and_a_raw_cache_never_meet_below(tmp_path, content, monkeypatch, kind, then, found):
     """However long the machine takes to read."""
     monkeypatch.setattr(Promotions, "deadline", lambda promotions, now, num_bytes: now + PATIENCE)
-    for codec, loaded in ((first, 0), (then, found)):
-        below = FileTier(str(tmp_path), 1 << 20, model="tiny", revision="1")
+    named, store = dict(model="tiny", revision="1"), MemoryStore()
+    for codec, loaded in (("exponent", 0), (then, found)):
+        files = FileTier(str(tmp_path), 1 << 20, **named)
+        below = files if kind == "files" else SharedTier(store, ask_seconds=PATIENCE, **named)
         engine = Engine(content, codec, host_bytes=64 << 10, below=below)
         with engine.host:
             assert engine.serves(PROMPT) == loaded
