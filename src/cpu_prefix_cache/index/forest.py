@@ -234,7 +234,7 @@ class Forest:
 
     def nodes(self) -> dict[int, bytes]:
         """Every node with its key. For tests: O(blocks)."""
-        return {block: key for shard in self._shards for key, block in shard.items()}
+        return {block: key for shard in filter(None, self._shards) for key, block in shard.items()}
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
