@@ -62,11 +62,12 @@ def test_a_segment_is_what_the_same_requests_used(story: list[str]) -> None:
         st.tuples(st.sampled_from("axk"), st.integers(1, 4), st.floats(0, 400), hints), min_size=1, max_size=25
     )
 )
+@example(story=[("a", 1, 0.0, None)] * 9)
 def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int, float, float | None]]) -> None:
     """Conversations that grow, each prompt all of the last one and some more: so nothing is ever cut. With hints or
     without.
 
-    The time of a use is taken from the policy, which lets requests of one second share it.
+    Its times are taken from the policy, which lets requests of one second share one and goes on where a clock stands.
     """
     with mock.patch.object(survival, "HALF_LIFE_REQUESTS", float("inf")):
         pool, now = BlockPool(200, "adaptive"), 0.0
@@ -80,6 +81,7 @@ def test_reuses_and_seconds_are_those_of_the_history(story: list[tuple[str, int,
             for end in range(1, len(prompt) + 1):
                 segment = policy._mark[pool.find(prompt[:end].encode())]
                 history.setdefault(prompt[:end], []).append((segment.use.at, segment.kind))
+        now = policy._now  # later, where more requests had one moment than have by chance
         reuses, seconds = [0.0] * len(policy._buckets._survival.reuses), [0.0] * len(policy._buckets._survival.reuses)
         for name, uses in history.items():
             if policy._mark[pool.find(name.encode())].first != name.encode():
