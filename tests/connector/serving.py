@@ -31,7 +31,8 @@ def device_bytes(of, block_tokens=BLOCK, blocks=None):
     """Two prompts and a few checkpoints. With less, one step can hand out more than half of the pool, and a lazy cache
     loses what it cannot foresee.
     """
-    checkpoint = max(planner_of(of, block_tokens).checkpoint_blocks(depth) for depth in range(1, 20))
+    planner = planner_of(of, block_tokens)
+    checkpoint = max(map(planner.checkpoint_blocks, range(1, 20)))
     blocks = blocks or 2 * ceil(LONGEST / block_tokens) + 3 * checkpoint
     return blocks * ModelPast(of, block_tokens).block_bytes
 
