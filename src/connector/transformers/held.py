@@ -26,20 +26,6 @@ logger = logging.getLogger(__name__)
 KEEPS_NONE = "the model keeps no past, as with gradient checkpointing in training mode: call its `eval()` first"
 
 
-class TokenCount(DynamicLayer):
-    """A layer of no model: how many tokens a past of states alone has. Their own layers do not know it, and `generate`
-    would compute all tokens again behind them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = 0
-        self.keys = self.values = torch.empty(1, 1, 0, 1)
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-
 class Past(DynamicCache):
     """`past_key_values` for a prompt, of which it holds the first `hit_tokens` tokens when it is handed out.
 
@@ -78,7 +64,7 @@ class Past(DynamicCache):
         first._pads, first._rows = list(pads), len(pasts)
         first.hit_tokens = sum(past.hit_tokens for past in pasts)
         first.device_hit_tokens = sum(past.device_hit_tokens for past in pasts)
-        for index, layer in enumerate(first.layers[: len(first.kept.layers)]):
+        for index, layer in enumerate(first.layers):
             rows, memory = [tensors_of(past.layers[index]) for past in pasts], list[torch.Tensor]()
             for key, like in tensors_of(layer).items():
                 if key in KEYS_AND_VALUES:
@@ -88,7 +74,6 @@ class Past(DynamicCache):
                     put(layer, key, torch.cat([row.get(key, torch.zeros_like(like)) for row in rows]))  # as it begins
             if memory:
                 first._begin(index, memory, columns)
-        first._set_count(columns)
         return first
 
     def activate_past_recording(self) -> None:
@@ -136,8 +121,7 @@ class Past(DynamicCache):
             self._check(ids, positions)
             self._has_been_given = True
         self.repeat(rows)
-        for each in self._counts:
-            each.tokens += tokens
+        self._count(tokens)
 
     def _check(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         (rows, tokens), begin, prompts = ids.shape, self.get_seq_length(), self.inputs["input_ids"]
@@ -167,8 +151,8 @@ class Past(DynamicCache):
         """Begin at `length` with these rows of bytes: of attention the tokens before it, in whole blocks, and of full
         attention with room for more; or all states. MisuseError if the next token can see others.
         """
-        self._set_count(length)
         if kept.kind.is_state:
+            self._count(length)
             for part, state in kept.views(rows):
                 put(self.layers[part.layer], part.key, state[0])
             return
@@ -247,16 +231,19 @@ class Past(DynamicCache):
         checkpoint would be some tokens short, and wrong for another checkpoint that shares it. Masks go by the model's
         window, not by this.
         """
-        self._counts = [] if self.kept.has_attention else [TokenCount()]
         self.layer_class_to_replicate = None  # the model has no other layers
-        self.layers: list[Any] = [*(layer.make() for layer in self.kept.layers), *self._counts]
+        self.layers: list[Any] = [layer.make() for layer in self.kept.layers]
+        self.layers += [] if self.kept.has_attention else [DynamicLayer()]  # see `_count`
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.sliding_window += self._block_tokens - 1
 
-    def _set_count(self, tokens: int) -> None:
-        for each in self._counts:
-            each.tokens = tokens
+    def _count(self, tokens: int) -> None:
+        """States do not know of how many tokens they are, and `generate` would compute all again behind them alone: a
+        past of those has one more layer, which no model computes, with a zero for each token.
+        """
+        if not self.kept.has_attention:
+            self.layers[-1].update(*2 * [torch.zeros(self._rows, 1, tokens, 1)])
 
 
 def before_forward(
