@@ -32,7 +32,6 @@ from connector.transformers.trials import TAIL, takes_several, try_batch, try_im
 from connector.transformers.versions import warn_if_untested
 from cpu_prefix_cache import (
     ChainHasher,
-    ConfigurationError,
     CopierWrapper,
     FileTier,
     Hit,
@@ -109,14 +108,7 @@ class HostPrefixCache:
         if max_model_len is not None:
             check_whole("max_model_len", max_model_len, least=1)
         warn_if_untested()
-        model = generating(model)
-        devices = {str(each.device) for each in model.parameters()}
-        if len(devices) > 1:
-            raise ConfigurationError(
-                f"the model is on {', '.join(sorted(devices))}, and its past would be on several devices, which is not "
-                "supported: load it on one"
-            )
-        self.model = model.eval()
+        self.model = model = generating(model).eval()
         self.max_model_len = longest(model, max_model_len)
         self._past = ModelPast(model, block_tokens)
         self._takes_several = takes_several(model, self.max_model_len)

@@ -51,29 +51,13 @@ class LayerPast(NamedTuple):
 
 
 def classify(model: PreTrainedModel) -> list[LayerPast]:
-    """Sort the layers of `model` by what each keeps. Raises ConfigurationError for a kind that is not known here."""
+    """Sort the layers of `model` by what each keeps. Raises ConfigurationError for a kind that is not known here, and
+    for a model to which a past is of no use, or would be wrong.
+    """
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ConfigurationError(f"{name} has an encoder: prefixes are cached of causal models, which have none")
-    if not model.can_generate():
-        raise ConfigurationError(f"{name} has no head to generate with: load it by AutoModelForCausalLM")
-    if model.generation_config is not None:
-        _check_defaults(name, model.generation_config)
-    if "longrope" in str(model.config.get_text_config().to_dict().get("rope_parameters")):  # perhaps by kind of layer
-        raise ConfigurationError(
-            f"{name} rotates its keys by factors that change with the length of the prompt (longrope): "
-            "what one prompt computed is wrong for a longer prompt with the same beginning"
-        )
-    if any("rope_deltas" in vars(module) for module in model.modules()):
-        raise ConfigurationError(
-            f"{name} keeps positions of its latest prompt in itself (rope_deltas), and any other prompt that goes on "
-            "would get them: a past for `generate` is not supported"
-        )
-    if "cache_params" in inspect.signature(model.forward).parameters:  # Mamba's own, before 5.24
-        raise ConfigurationError(
-            f"with transformers {transformers.__version__}, `generate` of {name} computes the whole prompt behind a "
-            "past: take 5.24"
-        )
+    for sentence, applies in _refusals(model).items():
+        if applies:
+            raise ConfigurationError(f"{name} {sentence}")
     try:
         layers = DynamicCache(config=model.config).layers
     except KeyError as error:
@@ -87,18 +71,30 @@ def classify(model: PreTrainedModel) -> list[LayerPast]:
     ]
 
 
-def _check_defaults(name: str, config: GenerationConfig) -> None:
-    """Refuse a model whose `generate` takes no past as it comes. It leaves "hybrid" out, of Gemma's, by itself."""
-    if config.use_cache is False:
-        raise ConfigurationError(
-            f"{name} generates with use_cache=False, and would compute all tokens again behind a past: set "
-            "model.generation_config.use_cache = True"
-        )
-    if config.cache_implementation not in (None, "hybrid"):
-        raise ConfigurationError(
-            f"{name} generates with cache_implementation={config.cache_implementation!r}, and takes no past beside it: "
-            "set model.generation_config.cache_implementation = None"
-        )
+def _refusals(model: PreTrainedModel) -> dict[str, bool]:
+    """Why a model is refused, and whether it is."""
+    defaults = (model.can_generate() and model.generation_config) or GenerationConfig()
+    rope = model.config.get_text_config(decoder=True).to_dict().get("rope_parameters")  # perhaps by kind of layer
+    devices = sorted({str(each.device) for each in model.parameters()})
+    return {
+        f"is on {', '.join(devices)}, and its past would be on several devices, which is not supported: load it on "
+        "one": len(devices) > 1,
+        "has an encoder: prefixes are cached of causal models, which have none": model.config.is_encoder_decoder,
+        "has no head to generate with: load it by AutoModelForCausalLM": not model.can_generate(),
+        "generates with use_cache=False, and would compute all tokens again behind a past: set "
+        "model.generation_config.use_cache = True": defaults.use_cache is False,
+        # `generate` leaves "hybrid" out, of Gemma's, by itself
+        f"generates with cache_implementation={defaults.cache_implementation!r}, and takes no past beside it: set "
+        "model.generation_config.cache_implementation = None": defaults.cache_implementation not in (None, "hybrid"),
+        "rotates its keys by factors that change with the length of the prompt (longrope): what one prompt computed is "
+        "wrong for a longer prompt with the same beginning": "longrope" in str(rope),
+        "keeps positions of its latest prompt in itself (rope_deltas), and any other prompt that goes on would get "
+        "them: a past for `generate` is not supported": any("rope_deltas" in vars(each) for each in model.modules()),
+        # Mamba's own cache
+        f"computes the whole prompt behind a past: take 5.24 of transformers, this is {transformers.__version__}": (
+            "cache_params" in inspect.signature(model.forward).parameters
+        ),
+    }
 
 
 def attention_of(place: str, layer: object, kind: str) -> PrefixGroup | Local | None:
