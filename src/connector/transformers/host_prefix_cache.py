@@ -13,7 +13,6 @@ Device blocks are held while something is copied, not while a model computes. Th
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from connector.transformers.changes import Weights
 from connector.transformers.held import KEEPS_NONE, Past, before_forward
 from connector.transformers.identity import Revisions, longest, named
-from connector.transformers.inputs import InputReader, Row, in_rows
+from connector.transformers.inputs import InputReader, Prompt, in_rows
 from connector.transformers.paged import PagedPast
 from connector.transformers.past import ModelPast
 from connector.transformers.running import generating, logits
@@ -49,23 +48,6 @@ SPARE = 8  # of a past, one part in so many is room for tokens of an answer
 # With two, after 2,048 known tokens and 32 new ones, small models of Gemma 3, Qwen3.5 and Falcon-H1 took 1.8 to 1.9
 # times as long to the first token.
 PUT_OFF_TOKENS = 32
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A row between `past` and its end. `resets` are those of the cache when it began."""
-
-    id: str
-    row: Row
-    keys: list[bytes]
-    resets: int
-    is_running: bool = False  # in the host cache
-    computed: int = 0  # tokens that have been in device blocks
-    put_off: list[int] = field(default_factory=list)  # boundaries that are computed to at its end
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.row.tokens
 
 
 class HostPrefixCache:
@@ -116,9 +98,9 @@ class HostPrefixCache:
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)
         self._kv = PagedPast(self._past, self.max_model_len, device, host)
         self.planner, self._pool = self._kv.planner, self._kv.pool
-        self._reader = InputReader(model, self.max_model_len)
-        self._tried: set[str] = set()
         self._hasher = ChainHasher(block_tokens, "xxh3_128" if below is None else "sha256")
+        self._reader = InputReader(model, self.max_model_len, self._hasher)
+        self._tried: set[str] = set()
         tier = None if below is None else named(below, model)
         self._revisions = Revisions(model, tier)
         self._host = HostCache(
@@ -141,8 +123,7 @@ class HostPrefixCache:
         self._hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
         self._lock = threading.RLock()
         self._weights = Weights(model, self.reset)
-        self._resets = self._served = 0
-        self._dtype, self._is_closed = _computes_in(model), False
+        self._resets, self._dtype, self._is_closed = 0, _computes_in(model), False
         self._last_statistics: HostStatistics | None = None  # of a closed one
 
     @contextmanager
@@ -168,16 +149,14 @@ class HostPrefixCache:
         ids = in_rows(input_ids, self._past.device)
         others = {name: value for name, value in others.items() if value is not None}
         mask = None if attention_mask is None else in_rows(attention_mask, self._past.device)
-        rows = self._reader.rows(ids, mask, others)
+        prompts = self._reader.prompts(ids, mask, others)
         inputs = {"input_ids": ids, **({} if mask is None else {"attention_mask": mask}), **others}
-        prompts: list[_Prompt] = []
         past: Past | None = None
         try:
             with self._lock, torch.no_grad():
                 self._check_open()
-                self._try(rows)
+                self._try(prompts)
                 self._weights.follow()
-                prompts += map(self._prompt, rows)
                 past = self._begin(prompts, inputs, next_use)
             yield past
         except BaseException:
@@ -229,35 +208,29 @@ class HostPrefixCache:
 
     # A prompt begins
 
-    def _try(self, rows: Sequence[Row]) -> None:
+    def _try(self, prompts: Sequence[Prompt]) -> None:
         """Try the model with its first images, and with its first batch of rows of different lengths."""
-        images = rows[0].images
+        images = prompts[0].images
         if images is not None and "images" not in self._tried:
-            try_images(self.model, rows[0].tokens, images)
+            try_images(self.model, prompts[0].tokens, images)
             self._tried.add("images")
-        if any(row.pad for row in rows) and "batch" not in self._tried:
+        if any(prompt.pad for prompt in prompts) and "batch" not in self._tried:
             try_batch(self.model, self._past, left=TAIL if self._takes_several else 1)
             self._tried.add("batch")
 
-    def _prompt(self, row: Row) -> _Prompt:
-        self._served += 1
-        items = [] if row.images is None else [row.images.item()]
-        keys = self._hasher.for_request(items=items).keys(row.tokens)
-        return _Prompt(f"prompt-{self._served}", row, keys, self._resets)
-
-    def _begin(self, prompts: Sequence[_Prompt], inputs: dict[str, torch.Tensor], next_use: float | None) -> Past:
-        pads, pasts = [prompt.row.pad for prompt in prompts], [self._known(prompt, next_use) for prompt in prompts]
+    def _begin(self, prompts: Sequence[Prompt], inputs: dict[str, torch.Tensor], next_use: float | None) -> Past:
+        pads, pasts = [prompt.pad for prompt in prompts], [self._known(prompt, next_use) for prompt in prompts]
         columns = max(pad + past.get_seq_length() for pad, past in zip(pads, pasts, strict=True))
         if columns > min(pads):  # some row has tokens: no padding is left to compute, and every row ends there
             for prompt, past in zip(prompts, pasts, strict=True):
-                self._compute(past, prompt, columns - prompt.row.pad)
+                self._compute(past, prompt, columns - prompt.pad)
         past = Past.joined(pasts, pads, self._room(prompts[0], columns))
         self._settle()
         text = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
         past.inputs, past.goes_on = text if columns else inputs, partial(self._goes_on, prompts, past)
         return past
 
-    def _known(self, prompt: _Prompt, next_use: float | None) -> Past:
+    def _known(self, prompt: Prompt, next_use: float | None) -> Past:
         """A past of one row with what is known of a prompt, and what must be computed before `generate` goes on."""
         with self._kv.place(prompt.keys, len(prompt.tokens)) as place:
             on_device = place.length
@@ -268,12 +241,12 @@ class HostPrefixCache:
             self._compute_ahead(past, prompt, place)
             return past
 
-    def _compute_ahead(self, past: Past, prompt: _Prompt, place: Placement) -> None:
+    def _compute_ahead(self, past: Past, prompt: Prompt, place: Placement) -> None:
         """Compute up to the boundaries at which something is to be kept. A model that takes several tokens only from
         position 0 computes one by one behind them, up to the last.
         """
-        length = max(place.length, prompt.row.behind - 1)
-        boundaries = [each for each in self._host.boundaries(prompt.id) if length < each < len(prompt.tokens)]
+        length = max(place.length, prompt.behind - 1)
+        boundaries = [each for each in self._host.boundaries(prompt) if length < each < len(prompt.tokens)]
         if len(prompt.tokens) - place.length <= PUT_OFF_TOKENS and self._takes_several:
             prompt.put_off = boundaries
             return
@@ -285,15 +258,15 @@ class HostPrefixCache:
         if boundaries:  # a step of its own: what is stored in time depends on how much one hands out
             copy_all(self._host)
 
-    def _give_up(self, prompt: _Prompt) -> None:
+    def _give_up(self, prompt: Prompt) -> None:
         if prompt.is_running:
-            self._host.end(prompt.id, prompt.computed)
+            self._host.end(prompt, prompt.computed)
             prompt.is_running = False
             copy_all(self._host)
 
-    def _goes_on(self, prompts: Sequence[_Prompt], past: Past, tokens: int) -> None:
+    def _goes_on(self, prompts: Sequence[Prompt], past: Past, tokens: int) -> None:
         """The model goes on with so many tokens behind the past."""
-        begun, columns = past.get_seq_length(), prompts[0].row.pad + len(prompts[0].tokens)
+        begun, columns = past.get_seq_length(), prompts[0].pad + len(prompts[0].tokens)
         self._check_dtype()
         with self._lock:
             if not self._is_closed:
@@ -314,34 +287,34 @@ class HostPrefixCache:
         if self._past.device.type != "cpu":
             torch.accelerator.synchronize(self._past.device)
 
-    def _load(self, prompt: _Prompt, place: Placement, next_use: float | None) -> None:
+    def _load(self, prompt: Prompt, place: Placement, next_use: float | None) -> None:
         """Load what the host has beyond the device's. Where that fails, the prompt starts again, and computes it."""
-        start = partial(self._host.start, prompt.id, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
+        start = partial(self._host.start, prompt, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
         room: Callable[[int, int], Sequence[Sequence[int]] | None] = partial(place.room, self._kv)
-        prompt.is_running = True
+        prompt.is_running, prompt.resets = True, self._resets
         while not isinstance(answer := start(on_device=place.length, allocate=room), Miss):
             ended = dict(copy_all(self._host))
             if isinstance(answer, Hit):
-                place.loaded(ended[prompt.id], answer.boundary, self._kv)
+                place.loaded(ended[prompt], answer.boundary, self._kv)
                 if place.length == answer.boundary:
                     return
-                self._host.end(prompt.id, place.length)
+                self._host.end(prompt, place.length)
                 room = _no_room  # a tier may give the host back what has failed
 
-    def _filled(self, prompt: _Prompt, place: Placement) -> Past:
+    def _filled(self, prompt: Prompt, place: Placement) -> Past:
         """A past with the tokens that a placement has of a prompt."""
         past = Past(self._past)
-        place.begin_behind(prompt.row.behind)
+        place.begin_behind(prompt.behind)
         if place.length:
             self._kv.restore(past, place, self._room(prompt, place.length))
         return past
 
-    def _room(self, prompt: _Prompt, columns: int) -> int:
+    def _room(self, prompt: Prompt, columns: int) -> int:
         """Tokens that may come behind so many columns: the rest of the prompt, and some of an answer."""
-        total = prompt.row.pad + len(prompt.tokens)
+        total = prompt.pad + len(prompt.tokens)
         return total - columns + total // SPARE
 
-    def _compute_to(self, past: Past, prompt: _Prompt, place: Placement, boundaries: Sequence[int]) -> None:
+    def _compute_to(self, past: Past, prompt: Prompt, place: Placement, boundaries: Sequence[int]) -> None:
         """Compute the prompt up to each of these boundaries, and keep what is there, with windows and states. Raises
         PoolExhausted.
         """
@@ -352,9 +325,9 @@ class HostPrefixCache:
                 place.take_checkpoint(self._kv, past, end)
             self._report(prompt, end)
 
-    def _compute(self, past: Past, prompt: _Prompt, end: int) -> None:
+    def _compute(self, past: Past, prompt: Prompt, end: int) -> None:
         """Compute the tokens of a prompt behind its past of one row, up to `end`."""
-        images = prompt.row.images
+        images = prompt.images
         while (begin := past.get_seq_length()) < end:
             until = end if begin == 0 or self._takes_several else begin + 1
             others = {} if images is None or images.end <= begin else images.up_to(until)
@@ -371,12 +344,12 @@ class HostPrefixCache:
         self._kv.keep(past, row, place)
         place.commit(end)
 
-    def _report(self, prompt: _Prompt, tokens: int) -> None:
+    def _report(self, prompt: Prompt, tokens: int) -> None:
         prompt.computed = tokens
-        self._host.end_step({prompt.id: tokens})
+        self._host.end_step({prompt: tokens})
 
-    def _end(self, prompts: Sequence[_Prompt], past: Past | None) -> None:
-        if self._is_closed or not prompts:
+    def _end(self, prompts: Sequence[Prompt], past: Past | None) -> None:
+        if self._is_closed:
             return
         try:
             self._settle()
@@ -389,7 +362,7 @@ class HostPrefixCache:
             for prompt in prompts:
                 self._give_up(prompt)
 
-    def _keep_all(self, prompt: _Prompt, past: Past, row: int) -> None:
+    def _keep_all(self, prompt: Prompt, past: Past, row: int) -> None:
         full = min(past.length(row), len(prompt.tokens)) // self.planner.grid_tokens * self.planner.grid_tokens
         if boundaries := [each for each in prompt.put_off if each <= full]:
             with self._kv.place(prompt.keys, boundaries[0]) as place:

@@ -10,13 +10,13 @@ the first placeholder on. They are one whole: a past ends behind all of them, or
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from cpu_prefix_cache import MultimodalItem, PrefixCacheError
+from cpu_prefix_cache import ChainHasher, MultimodalItem, PrefixCacheError
 
 # A placeholder is called in a configuration image_token_id, video_token_index, media_placeholder_token_id, ...; tokens
 # that begin or end a stretch of them (vision_start_token_id) are ordinary ones.
@@ -53,13 +53,18 @@ class Images:
         return MultimodalItem(self.first, self.end, digest.digest())
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A prompt behind `pad` columns of padding."""
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A row behind `pad` columns of padding, and its request in the host cache between `past` and its end."""
 
     tokens: list[int]
     pad: int
     images: Images | None
+    keys: list[bytes]
+    resets: int = 0  # of the cache when it began
+    is_running: bool = False  # in the host cache
+    computed: int = 0  # tokens that have been in device blocks
+    put_off: list[int] = field(default_factory=list)  # boundaries that are computed to at its end
 
     @property
     def behind(self) -> int:
@@ -70,12 +75,12 @@ class Row:
 class InputReader:
     """Reads what `generate` of this model gets. Raises PromptRefused for what a past cannot stand for."""
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
-        self._model, self._max_model_len = model, max_model_len
+    def __init__(self, model: PreTrainedModel, max_model_len: int, hasher: ChainHasher) -> None:
+        self._model, self._max_model_len, self._hasher = model, max_model_len, hasher
         self._text = model.config.get_text_config()
         self._placeholders = placeholders(model.config.to_dict())
 
-    def rows(self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]) -> list[Row]:
+    def prompts(self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]) -> list[Prompt]:
         if ids.dim() != 2 or not len(ids) or ids.is_floating_point() or ids.dtype is torch.bool:
             raise PromptRefused(f"token ids are [tokens] or [rows, tokens], got {list(ids.shape)} {ids.dtype}")
         if odd := [name for name, value in others.items() if not isinstance(value, torch.Tensor)]:
@@ -83,13 +88,18 @@ class InputReader:
         if others and len(ids) > 1:
             raise PromptRefused(f"which row has which {_listed(others)} is not known: give prompts with images singly")
         pads = [0] * len(ids) if mask is None else _pads(ids, mask)
-        rows = [self._row(tokens[pad:], pad, others) for tokens, pad in zip(ids.tolist(), pads, strict=True)]
+        prompts = [self._prompt(tokens[pad:], pad, others) for tokens, pad in zip(ids.tolist(), pads, strict=True)]
         padding = padding_of(self._model.generation_config)
         if mask is None and padding is not None and (ids == padding).any():
             raise PromptRefused(f"the prompt has the padding token {padding}: give the attention_mask, too")
-        return rows
+        return prompts
 
-    def _row(self, tokens: list[int], pad: int, others: Mapping[str, torch.Tensor]) -> Row:
+    def _prompt(self, tokens: list[int], pad: int, others: Mapping[str, torch.Tensor]) -> Prompt:
+        images = self._images(tokens, pad, others)
+        keys = self._hasher.for_request(items=[] if images is None else [images.item()]).keys(tokens)
+        return Prompt(tokens, pad, images, keys)
+
+    def _images(self, tokens: list[int], pad: int, others: Mapping[str, torch.Tensor]) -> Images | None:
         kinds = set(tokens)
         text, stand = kinds - self._placeholders.keys(), kinds & self._placeholders.keys()
         found = [at for at, token in enumerate(tokens) if token in stand] if stand else []
@@ -105,13 +115,13 @@ class InputReader:
                 f"{_listed(others)} belong to a prompt with tokens that stand for them, without padding: leave them out"
             )
         if not found:
-            return Row(tokens, pad, None)
+            return None
         end = found[-1] + 1
         by_token = {name: value for name, value in others.items() if value.shape == (1, len(tokens))}
         if late := [name for name, value in by_token.items() if value[:, end:].any()]:
             raise PromptRefused(f"{_listed(late)} must be zeros behind the images, where the tokens alone are the key")
         values = {name: value for name, value in others.items() if name not in by_token}
-        return Row(tokens, pad, Images(values, {name: each[:, :end] for name, each in by_token.items()}, found[0], end))
+        return Images(values, {name: each[:, :end] for name, each in by_token.items()}, found[0], end)
 
 
 def in_rows(given: torch.Tensor | Sequence[Any], device: torch.device) -> torch.Tensor:
