@@ -12,16 +12,16 @@ Device blocks are held while something is copied, not while a model computes. Th
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from connector.transformers.changes import Weights
 from connector.transformers.held import KEEPS_NONE, Past, before_forward
-from connector.transformers.identity import Revisions, longest, named
+from connector.transformers.identity import longest, named, renewed
 from connector.transformers.inputs import InputReader, Prompt, in_rows
 from connector.transformers.paged import PagedPast
 from connector.transformers.past import ModelPast
@@ -50,7 +50,7 @@ SPARE = 8  # of a past, one part in so many is room for tokens of an answer
 PUT_OFF_TOKENS = 32
 
 
-class HostPrefixCache:
+class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
     """Prefixes of prompts of one model, kept in host memory.
 
         cache = HostPrefixCache(model, host_bytes="8GiB")
@@ -102,7 +102,7 @@ class HostPrefixCache:
         self._reader = InputReader(model, self.max_model_len, self._hasher)
         self._tried: set[str] = set()
         tier = None if below is None else named(below, model)
-        self._revisions = Revisions(model, tier)
+        self._revisions = {tier.revision} if isinstance(tier, SharedTier) else set()  # that were its weights'
         self._host = HostCache(
             WaitingDevice(self._pool, hands_out_first=True),
             self._kv.layout(),
@@ -174,7 +174,7 @@ class HostPrefixCache:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
         with self._lock:
             self._check_open()
-            revision = self._revisions.renewed()
+            revision = renewed(self.model, self._revisions) if self._revisions else None
             self.forget_device()
             self._weights = Weights(self.model, self.reset)
             self._host.reset(revision)
@@ -186,7 +186,7 @@ class HostPrefixCache:
             self._pool.reset()
             self._resets += 1
 
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Write to the tier what only the host has, and give the memory back. May be called again."""
         with self._lock:
             if self._is_closed:
@@ -200,11 +200,7 @@ class HostPrefixCache:
                 del self._host  # which has views of the device's blocks
                 self._kv.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    __exit__ = close
 
     # A prompt begins
 

@@ -87,19 +87,11 @@ def longest(model: PreTrainedModel, given: int | None) -> int:
     return int(most)
 
 
-class Revisions:
-    """Names of a model's weights as they change, for a store that engines share."""
-
-    def __init__(self, model: PreTrainedModel, tier: FileTier | SharedTier | None) -> None:
-        self._model, self._named = model, {tier.revision} if isinstance(tier, SharedTier) else None
-
-    def renewed(self) -> str | None:
-        """The revision of the weights now. None if it was named before, and nothing stored until now is to be found
-        under it, and without such a store.
-        """
-        if self._named is None:
-            return None
-        revision = with_code(weights_revision(self._model), self._model)
-        is_new = revision not in self._named
-        self._named.add(revision)
-        return revision if is_new else None
+def renewed(model: PreTrainedModel, revisions: set[str | None]) -> str | None:
+    """The revision of the weights now, for a store that engines share. None if it is one of those that were: nothing
+    stored until now is to be found under it.
+    """
+    revision = with_code(weights_revision(model), model)
+    is_new = revision not in revisions
+    revisions.add(revision)
+    return revision if is_new else None
