@@ -155,3 +155,11 @@ def test_states_that_nothing_was_computed_of_are_not_copied_out():
     models = bench("bamba")
     with pytest.raises(MisuseError, match="otherwise than when it was probed"):
         models.fresh().taken(models.past.states, 0, 0)
+
+
+def test_attention_that_nothing_was_computed_of_is_not_copied_out():
+    models = bench("llama")
+    past = models.begun(prompt(5), [32])
+    past.layers[1] = type(past.layers[1])()
+    with pytest.raises(MisuseError, match="layer 1 keeps its keys otherwise than when it was probed"):
+        past.taken(models.past.full, 0, 32)

@@ -159,17 +159,14 @@ class Past(DynamicCache):
         known, memories = len(rows) * self._block_tokens, dict[int, list[torch.Tensor]]()
         if length - known > kept.first_needed(length):
             raise MisuseError(f"at {length} more tokens are needed than the last {known}")
-        places, sources = list[torch.Tensor](), list[torch.Tensor]()
         for part, values in kept.views(rows):
             # each in memory of its own, which is free once transformers has replaced the layer's
             held = _most(self.layers[part.layer], length)
             memory = values.new_empty(1, values.shape[1], held + room * kept.kind.is_prefix, values.shape[3])
             if held > known:
                 memory[..., : held - known, :] = 0  # out of sight
-            places.append(_in_blocks(memory[0, :, held - known : held], self._block_tokens))
-            sources.append(values)
+            _in_blocks(memory[0, :, held - known : held], self._block_tokens).copy_(values)
             memories.setdefault(part.layer, []).append(memory)
-        torch._foreach_copy_(places, sources)
         for index, both in memories.items():
             self._begin(index, both, length)
 
@@ -183,7 +180,7 @@ class Past(DynamicCache):
         """Fill these rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
         end = first + len(rows) * self._block_tokens
         for part, place in kept.views(rows):
-            held = tensors_of(self.layers[part.layer]).get(part.key, torch.empty(0))
+            held = tensors_of(self.layers[part.layer]).get(part.key, torch.empty(1, 1, 0, 1))
             held = held[None, :1] if kept.kind.is_state else self._cut(part.layer, held, first, end, prompt)
             if (held.dtype, held.shape) != (place.dtype, place.shape):
                 raise MisuseError(f"layer {part.layer} keeps its {part.key[0]} otherwise than when it was probed")
@@ -191,8 +188,6 @@ class Past(DynamicCache):
 
     def _cut(self, index: int, held: torch.Tensor, first: int, end: int, prompt: int) -> torch.Tensor:
         """The tokens [first, end) of a prompt in K or V of a layer, as [blocks, heads, block_tokens, width]."""
-        if held.dim() == 1:
-            raise MisuseError("asked for the keys and values of a layer that nothing was computed of")
         begin = self.layers[index].get_seq_length() - held.shape[-2]
         if self._pads[prompt] + first < begin or self.length(prompt) < end:
             raise MisuseError(f"asked for the tokens [{first}, {end}), but [{begin}, {self.length(prompt)}) are held")
