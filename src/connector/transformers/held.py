@@ -38,7 +38,6 @@ class Past(DynamicCache):
         self.hit_tokens = self.device_hit_tokens = 0
         self.kept, self._block_tokens, self._rows = past, past.block_tokens, 1
         self.inputs: dict[str, torch.Tensor] = {}
-        self._has_been_given = False  # tokens, since it was handed out
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
         self.goes_on: Callable[[int], object] | None = None  # once handed out: called with how many tokens come first
@@ -116,17 +115,16 @@ class Past(DynamicCache):
         their positions are within the prompts, which are here already.
         """
         rows, tokens = ids.shape
+        if self.inputs and self.goes_on is None and not self.get_seq_length():  # not the first, and none are here
+            raise MisuseError(KEEPS_NONE)
         self.begin_behind(tokens)
         if self.inputs:
             self._check(ids, positions)
-            self._has_been_given = True
         self.repeat(rows)
         self._count(tokens)
 
     def _check(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         (rows, tokens), begin, prompts = ids.shape, self.get_seq_length(), self.inputs["input_ids"]
-        if not begin and self._has_been_given:
-            raise MisuseError(KEEPS_NONE)
         wanted = prompts[:, begin : begin + tokens]
         if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(rows // len(wanted), 0)):
             raise MisuseError(
