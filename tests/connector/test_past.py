@@ -14,7 +14,8 @@ from math import ceil
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, WatermarkingConfig
+from transformers.generation.streamers import BaseStreamer
 
 from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefused, host_prefix_cache
 from cpu_prefix_cache import ConfigurationError, MisuseError
@@ -123,6 +124,8 @@ WAYS = {
     "three sampled answers": dict(do_sample=True, num_return_sequences=3),
     "beams": dict(num_beams=3),
     "all beams": dict(num_beams=4, num_return_sequences=4, length_penalty=0.5),
+    "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "a watermark": dict(do_sample=True, watermarking_config=WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")),
 }
 REPEATED_STATES = ["qwen3_next", "falcon_h1"]  # `generate` repeats and exchanges them, too
 DRAFTS = dict(prompt_lookup_num_tokens=3, output_logits=False)
@@ -169,13 +172,35 @@ def test_a_past_that_has_an_answer_is_not_given_the_prompt_again(family, new_tok
         assert apart(ours, plain(family, tuple(longer)))[0] <= TOLERANCE
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_a_damaged_past_shows_in_them(options):
+class Streamed(BaseStreamer):
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+def test_a_streamer_is_given_the_prompt_and_the_answer():
+    """As without a past: transformers passes the whole prompt on first."""
     prompt = document(1, 100)
-    with cache_of("llama", wrap_copier=lambda *args: CorruptingCopier(*args, loads=None)) as cache:
-        asked_right(cache, "llama", prompt)
+    with hit_of("llama", prompt) as cache, cache.past(row(prompt)) as past:
+        assert past.hit_tokens > 0
+        streamed = Streamed()
+        generated("llama", prompt, past_key_values=past, streamer=streamed)
+    assert streamed.tokens == [*plain("llama", tuple(prompt)).sequences[0].tolist(), "end"]
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_damaged_past_shows_in_them(family, options):
+    prompt = document(1, 100)
+    with cache_of(family, wrap_copier=lambda *args: CorruptingCopier(*args, loads=None)) as cache:
+        asked_right(cache, family, prompt)
         evict_all(cache)
-        ours, wanted = both_ways(cache, "llama", prompt, **{"max_new_tokens": 12} | options)
+        ours, wanted = both_ways(cache, family, prompt, **{"max_new_tokens": 12} | options)
         assert ours.sequences.shape != wanted.sequences.shape or not torch.equal(ours.sequences, wanted.sequences)
 
 
