@@ -1,4 +1,5 @@
-"""The time that connectors take in vLLM's scheduler per step: this one and SimpleCPUOffload. Needs no GPU.
+"""The time that connectors take in vLLM's scheduler per step: this one, with host memory of its own and in a keeper's
+pool, and SimpleCPUOffload. Needs no GPU.
 
     python -m benchmarks.vllm.vllm_scheduler TRACE... [--requests 300] [--runs 3]
     python -m benchmarks.vllm.vllm_scheduler --running 64 256 1024 [--runs 3]
@@ -6,7 +7,8 @@
 vLLM's real Scheduler serves prompts of the traces (in the formats of `replay`) alternately, with 64 tokens of output,
 blocks of 16 tokens, a device of 5,000 blocks and a host of 20,000. Nothing is computed: a step takes no time, and its
 copies end with the next step. Measured is the CPU time of calls into the connector in each step, and again while 256
-requests decode. The connectors take turns, and the best run counts.
+requests decode. The connectors take turns, and the best run counts. In a pool a step takes 2 ms at least, so that the
+keeper, a process of its own, answers; what counts is the CPU time of the engine.
 
 With `--running`, so many requests at once have cold prompts: 1,040 tokens that no other prompt has, and 48 tokens of
 output. A step has 16,384 tokens, the device 4,000 blocks and 70 for each request, the host 100,000. Steps count from
@@ -15,13 +17,15 @@ when both are full; `prefill` are those that compute prompts, `decode` the other
 
 import argparse
 import gc
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 
-from benchmarks.common import percentile, print_environment
-from benchmarks.vllm.vllm_simulated import MAX_MODEL_LEN, OURS, SIMPLE, Engine, Kind, Sizes, model_folder
+from benchmarks.common import keeper, percentile, print_environment
+from benchmarks.vllm.vllm_simulated import MAX_MODEL_LEN, ONE_LAYER, OURS, SIMPLE, Engine, Kind, Sizes, model_folder
 from cpu_prefix_cache.tools.replay.traces import read_traces
 
 KINDS: dict[str, Kind] = {
@@ -33,6 +37,16 @@ KINDS: dict[str, Kind] = {
 MIXED = Sizes(device_blocks=5_000, host_blocks=20_000)
 COLD_TOKENS, COLD_ANSWER = 1_040, 48
 COLD_BLOCKS = 65  # of a prompt
+
+
+@contextmanager
+def in_pool() -> Iterator[Kind]:
+    """This connector in the pool of a keeper, which ends behind it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        keeper(f"{folder}/kv.sock", MIXED.host_blocks * ONE_LAYER.block_bytes),
+    ):
+        yield OURS, {"pool": {"address": f"unix:{folder}/kv.sock", "model": "random", "revision": "1"}}
 
 
 def prompts(trace: Path, count: int) -> list[list[int]]:
@@ -84,28 +98,33 @@ def cold(engine: Engine, running: int) -> None:
     serve(engine, new(), at_once=running, answer=COLD_ANSWER)
 
 
-def best(folder: Path, sizes: Sizes, runs: int, load: Callable[[Engine], None]) -> dict[str, Engine]:
+def best(
+    folder: Path, sizes: Sizes, runs: int, load: Callable[[Engine], None], kinds: Mapping[str, Kind] = KINDS
+) -> dict[str, Engine]:
     """The engine of each kind that took least for this load. The kinds take turns."""
     engines: dict[str, list[Engine]] = defaultdict(list)
     for _ in range(runs):
-        for kind, options in KINDS.items():
+        for kind, options in kinds.items():
             engine = Engine(options, folder, sizes)
             gc.unfreeze()
             gc.collect()
             gc.freeze()
             load(engine)
+            engine.close()
             engines[kind].append(engine)
     return {kind: min(each, key=lambda engine: sum(engine.steps)) for kind, each in engines.items()}
 
 
 def print_traces(folder: Path, requests: Sequence[Sequence[int]], runs: int) -> None:
-    mixed = best(folder, MIXED, runs, lambda engine: serve(engine, requests))
-    decoding = best(folder, MIXED, runs, decode)
-    print(f"{'us per step':12} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'decode mean':>12} {'decode p50':>11}")
-    for kind in KINDS:
+    with in_pool() as pool:
+        kinds = KINDS | {"ours in a pool": pool}
+        mixed = best(folder, MIXED, runs, lambda engine: serve(engine, requests), kinds)
+        decoding = best(folder, MIXED, runs, decode, kinds)
+    print(f"{'us per step':15} {'steps':>6} {'mean':>8} {'p50':>8} {'p99':>8} {'decode mean':>12} {'decode p50':>11}")
+    for kind in kinds:
         us, of_decode = [[seconds * 1e6 for seconds in each[kind].steps] for each in (mixed, decoding)]
         print(
-            f"{kind:12} {len(us):>6} {sum(us) / len(us):>8.0f} {percentile(us, 0.5):>8.0f} "
+            f"{kind:15} {len(us):>6} {sum(us) / len(us):>8.0f} {percentile(us, 0.5):>8.0f} "
             f"{percentile(us, 0.99):>8.0f} {sum(of_decode) / len(of_decode):>12.0f} {percentile(of_decode, 0.5):>11.0f}"
         )
 

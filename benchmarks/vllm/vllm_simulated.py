@@ -44,6 +44,8 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleC
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.vllm.messages import StepMetadata, WorkerReports
+from connector.vllm.settings import Settings
+from cpu_prefix_cache.copying import JoinedPool
 from cpu_prefix_cache.deciding import Direction, RankReport
 
 BLOCK = 16
@@ -61,6 +63,7 @@ STATES = MambaSpec(
 OURS = {"kv_connector": "CPUPrefixCacheConnector", "kv_connector_module_path": "connector.vllm"}
 SIMPLE = {"kv_connector": "SimpleCPUOffloadConnector"}
 Kind = tuple[dict[str, Any], dict[str, Any]] | None  # the connector and its own options; None: no connector
+POOL_STEP_SECONDS = 0.002  # at least: a keeper answers in the meantime, as under a server
 CALLS = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -227,7 +230,9 @@ class Engine:
 
     def __init__(self, kind: Kind, folder: Path, sizes: Sizes, copy_steps: int = 1, model: Model = ONE_LAYER) -> None:
         self.worker = Worker(copy_steps) if kind is None else worker_for(kind[0], copy_steps, sizes.host_blocks)
-        self.scheduler = _scheduler(kind, folder, sizes, model)
+        config, caches = _config(kind, folder, sizes, model), model.caches(sizes.device_blocks)
+        self._seat = _seat(config, caches)
+        self.scheduler = _scheduler(config, caches)
         self.steps: list[float] = []
         self.tokens: list[int] = []
         self._taken = 0.0
@@ -256,7 +261,7 @@ class Engine:
         return request
 
     def step(self) -> None:
-        self._taken = 0.0
+        self._taken, began = 0.0, time.monotonic()
         output = self.scheduler.schedule()
         ids = list(output.num_scheduled_tokens)
         sampled = [[7] if self._is_complete(id) else [] for id in ids]
@@ -265,6 +270,14 @@ class Engine:
         self.scheduler.update_from_output(output, result)
         self.steps.append(self._taken)
         self.tokens.append(output.total_num_scheduled_tokens)
+        if self._seat is not None:
+            time.sleep(max(0.0, began + POOL_STEP_SECONDS - time.monotonic()))
+
+    def close(self) -> None:
+        """Leave the pool, if it is in one."""
+        if self._seat is not None:
+            self.scheduler.shutdown()
+            self._seat.close()
 
     def clear(self) -> None:
         """Forget the steps so far."""
@@ -276,7 +289,7 @@ class Engine:
         return request.num_computed_tokens >= request.num_tokens
 
 
-def _scheduler(kind: Kind, folder: Path, sizes: Sizes, model: Model) -> Scheduler:
+def _config(kind: Kind, folder: Path, sizes: Sizes, model: Model) -> VllmConfig:
     block = model.block_tokens
     config = VllmConfig(
         model_config=ModelConfig(
@@ -297,13 +310,30 @@ def _scheduler(kind: Kind, folder: Path, sizes: Sizes, model: Model) -> Schedule
     config.cache_config.num_gpu_blocks = sizes.device_blocks
     if STATES in model.groups:
         config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size = "align", block
-    caches = model.caches(sizes.device_blocks)
+    return config
+
+
+def _seat(config: VllmConfig, caches: KVCacheConfig) -> JoinedPool | None:
+    """The engine's seat in a keeper's pool, which a rank takes and gives to the scheduler; None without the option."""
+    transfer = config.kv_transfer_config
+    if transfer is None or "pool" not in transfer.kv_connector_extra_config:
+        return None
+    settings = Settings.of(config, caches)
+    if settings.pool is None:
+        return None
+    pool = settings.pool
+    seat = JoinedPool.join(pool.pool, settings.planner.host_block_bytes, pool.namespace, pool.planner)
+    seat.give(pool.meeting)
+    return seat
+
+
+def _scheduler(config: VllmConfig, caches: KVCacheConfig) -> Scheduler:
     scheduled, hashed = resolve_kv_cache_block_sizes(caches, config)
     return Scheduler(config, caches, StructuredOutputManager(config), block_size=scheduled, hash_block_size=hashed)
 
 
 def _transfer(connector: dict[str, Any], options: dict[str, Any], host_bytes: int) -> KVTransferConfig:
-    options = {"cpu_bytes_to_use": host_bytes, **options}
+    options = options if "pool" in options else {"cpu_bytes_to_use": host_bytes, **options}
     return KVTransferConfig(
         **connector, kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=options
     )
