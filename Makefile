@@ -9,6 +9,9 @@ REAL_VENV := .venv-real
 DECIDING_VENV := .venv-deciding
 DOCS_VENV := .venv-docs
 
+# Bytecode is kept, also where the environment keeps none: tests start hundreds of Pythons.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist changelog test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
