@@ -152,4 +152,5 @@ def _tolerance(model: PreTrainedModel) -> float:
 def _check(model: PreTrainedModel, where: str, error: float, refusal: type[Exception]) -> None:
     if not error <= _tolerance(model):
         name = type(model).__name__
-        raise refusal(f"{name} cannot continue from {where}: its logits are off by {error:.1e} deviations")
+        off = f"{error:.1e} times their standard deviation"
+        raise refusal(f"{name} cannot continue from {where}: its logits are off by {off}")
