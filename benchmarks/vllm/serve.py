@@ -150,7 +150,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     if args.trace:
         send, kept["load"] = job(args)
         say(json.dumps(kept["load"]))
-    with model_folder(args.model, args.shape) as model:
+    with model_folder(args.model, args.shape, drafts=args.drafter) as model:
         for cell in args.engines.split(","):
             with engine(cell, model, args) as (running, start):
                 result: dict[str, Any] = {
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--max-answer", type=int, default=48)
     parser.add_argument("--convoy", type=int, help="prompts at once")
     parser.add_argument("--shape", choices=SHAPES, default="llama")
+    parser.add_argument("--drafter", action="store_true", help="EAGLE of one layer, random weights: few drafts hold")
     parser.add_argument("--device-blocks", type=int, default=8_192, help=f"of {BLOCK_TOKENS} tokens")
     parser.add_argument("--price", type=float, help="of a GPU, an hour: adds the cost of a million tokens")
     parser.add_argument("--model", type=Path, help="a folder for the model's configuration: what vLLM compiles is kept")

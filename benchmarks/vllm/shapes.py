@@ -110,4 +110,6 @@ HYBRID: dict[str, Any] = {
 SMALL = LLAMA | dict(num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=1, head_dim=32)
 SHAPES = {"llama": LLAMA, "gemma3": GEMMA, "mla": MLA, "hybrid": HYBRID, "small": SMALL}
+DRAFTER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}  # else as the model
+DRAFTS = 3  # tokens at a time
 OPTIONS = {"hybrid": {"mamba_cache_mode": "align", "gdn_prefill_backend": "triton"}}  # of vLLM, for a shape

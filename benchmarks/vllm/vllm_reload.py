@@ -44,7 +44,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import print_environment
-from benchmarks.vllm.shapes import OPTIONS, SHAPES
+from benchmarks.vllm.shapes import DRAFTER, DRAFTS, OPTIONS, SHAPES
 from benchmarks.vllm.vllm_engine import MARK
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,7 @@ OFFLOADING = {"kv_connector": "OffloadingConnector"}
 LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
 LMCACHE_MP = {"kv_connector": "LMCacheMPConnector"}
 LRU = {"policy": "lru"}  # as in all sittings before `adaptive` was the default
+DRAFTER_FOLDER = "drafter"  # in the model's
 POOL = "pool"  # that a keeper has; the caller gives its address
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
     "none": None,
@@ -128,6 +129,9 @@ class Engine:
             disable_log_stats=not args.log_stats,
             **OPTIONS.get(args.shape, {}),
         )
+        drafter = model / DRAFTER_FOLDER
+        if drafter.exists():
+            options["speculative_config"] = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": DRAFTS}
         kind = ENGINES[name]
         if kind is not None:
             connector, extra = kind
@@ -212,12 +216,17 @@ def end_engines_when_terminated() -> None:
 
 
 @contextmanager
-def model_folder(kept: Path | None, shape: str) -> Iterator[Path]:
-    """Folder of the model. vLLM keeps compiled code by folder, so one that is kept makes the next start faster."""
+def model_folder(kept: Path | None, shape: str, *, drafts: bool = False) -> Iterator[Path]:
+    """Folder of the model, and of an EAGLE drafter where it drafts. vLLM keeps compiled code by folder, so one that is
+    kept makes the next start faster.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = kept or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        if drafts:
+            (folder / DRAFTER_FOLDER).mkdir(exist_ok=True)
+            (folder / DRAFTER_FOLDER / "config.json").write_text(json.dumps(SHAPES[shape] | DRAFTER))
         yield folder
 
 
