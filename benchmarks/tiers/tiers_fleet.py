@@ -11,6 +11,8 @@ of the time if nothing were ever found. So all fleets have the same load for eac
     store      one        one server with a link of `--link` GB/s in each direction, whatever the fleet
                spread     each engine's machine lends its memory and its own link of `--nic` GB/s
                none       nothing below host memory
+    hot        a prefix of `--hot-blocks` blocks stands in front of the share `--hot` of all conversations. The store
+               has it at the start; one that is spread has it on one machine, whose link, `--hot-link`, all reads pass
 
 An engine computes as an H200 does Llama 3.1 8B, unless `--prefill-rate` and `--bytes-per-token` are given. `saved`
 is prefill that did not come from the device, less loads and waits, by `tools/replay/seconds_saved.py`.
@@ -31,7 +33,15 @@ from typing import Any
 
 from benchmarks.common import print_environment
 from benchmarks.tiers.tiers_fleet_parts import NAME_TOKENS, FleetEngine, SharedStore, Sizes
-from benchmarks.tiers.tiers_fleet_users import BALANCING, Balancer, arrivals_of, ideal_share, servable
+from benchmarks.tiers.tiers_fleet_users import (
+    BALANCING,
+    Balancer,
+    arrivals_of,
+    fronted,
+    hot_keys,
+    ideal_share,
+    servable,
+)
 from cpu_prefix_cache.tools.replay.seconds_saved import Rates
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest, read_traces
 
@@ -81,7 +91,8 @@ def main() -> None:
 
 def fleet(trace: Trace, options: argparse.Namespace, number: int, balancing: str, kind: str) -> dict[str, Any]:
     """One simulation, as a row of the table."""
-    began, rates = time.perf_counter(), rates_of(trace, options)
+    began, trace = time.perf_counter(), fronted(trace, options.hot, options.hot_blocks)
+    rates = rates_of(trace, options)
     store = store_of(trace, options, number, kind)
     sizes = Sizes(options.device, options.host, options.nic * 1e9, options.offload)
     engines = [FleetEngine(trace, sizes, rates, store) for _ in range(number)]
@@ -131,6 +142,8 @@ def store_of(trace: Trace, options: argparse.Namespace, number: int, kind: str) 
         link=(options.nic * number if kind == "spread" else options.link) * 1e9,
         names=options.names,
         round_trip=options.round_trip / 1e3,
+        hot=hot_keys(options.hot_blocks) if options.hot else (),
+        hot_link=(options.hot_link or options.nic) * 1e9 if kind == "spread" else math.inf,
         **sizes,
     )
 
@@ -170,6 +183,7 @@ def row_of(engines: Sequence[FleetEngine], store: SharedStore, seconds: float, r
         "names/s": store.server.passed / seconds,
         "read GB/s": store.reads.passed / seconds / 1e9,
         "written GB/s": store.writes.passed / seconds / 1e9,
+        "hot GB": store.hot_reads.passed / 1e9,
         "written again": store.again,
         "late": sum(tier.unanswered + tier.late for tier in tiers) / max(1, asked),
         "unanswered": sum(tier.unanswered for tier in tiers),
@@ -211,6 +225,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", type=int, default=150, help="blocks of the trace (default 150)")
     parser.add_argument("--host", type=int, default=300, help="blocks of the trace (default 300)")
     parser.add_argument("--capacity", type=int, help="of the store, in blocks for each engine (default: all)")
+    parser.add_argument("--hot", type=float, default=0.0, help="share of the conversations with the hot prefix")
+    parser.add_argument("--hot-blocks", type=int, default=16, help="of that prefix (default 16: 8,192 tokens)")
+    parser.add_argument("--hot-link", type=float, help="GB/s at which it is read, by all together (default: --nic)")
     parser.add_argument("--offload", choices=("eager", "lazy"), default="eager", help="to the store")
     parser.add_argument("--nic", type=float, default=25.0, help="GB/s of a machine, each way (default 25: 200 Gbit/s)")
     parser.add_argument("--link", type=float, default=50.0, help="GB/s of one server, each way (default 50)")

@@ -13,7 +13,7 @@ wait for longer than the timeouts of `stores/keyed_values.py` fails after that t
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,11 +62,21 @@ class SharedStore:
     """At most `blocks` values of `block_bytes` bytes, each as `block_names` values of a real store.
 
     In a second `link` bytes pass in each direction, and `names` names are looked up. A question is under way for
-    `round_trip` seconds.
+    `round_trip` seconds. What is in `hot` is there at the start, in one place: reads of it pass that place's
+    `hot_link`, too.
     """
 
     def __init__(
-        self, blocks: float, block_bytes: int, *, link: float, names: float, round_trip: float, block_names: int
+        self,
+        blocks: float,
+        block_bytes: int,
+        *,
+        link: float,
+        names: float,
+        round_trip: float,
+        block_names: int,
+        hot: Iterable[bytes] = (),
+        hot_link: float = math.inf,
     ) -> None:
         self.blocks = blocks
         self.block_bytes = block_bytes
@@ -75,7 +85,8 @@ class SharedStore:
         self.reads = Line(link)
         self.writes = Line(link)
         self.server = Line(names)
-        self.keys: OrderedDict[bytes, None] = OrderedDict()
+        self.hot, self.hot_reads = frozenset(hot), Line(hot_link)
+        self.keys: OrderedDict[bytes, None] = OrderedDict.fromkeys(self.hot if blocks else ())
         self.calls = self.again = 0  # calls of any kind; values that were put though they were there
 
     def ask(self, keys: Sequence[bytes], now: float) -> tuple[int, float]:
@@ -264,16 +275,20 @@ class FleetEngine(ThreeTierEngine):
     def _begin(self, plan: TransferPlan) -> None:
         is_read = plan.direction is Direction.LOAD
         there, here = (self.store.reads, self._receives) if is_read else (self.store.writes, self._sends)
+        hot = [slot for slot, key in _values(plan) if is_read and key in self.store.hot]
+        delay = max(there.delay(self.now), self.store.hot_reads.delay(self.now) if hot else 0.0)
         seconds = GET_SECONDS if is_read else PUT_SECONDS
         if is_read:
             self._metered = self.now
             self._meter.begin()
-        if plan.failed or there.delay(self.now) > seconds:
+        if plan.failed or delay > seconds:
             self._calls.append(_Call(plan, self.now if plan.failed else self.now + seconds))
             return
         refused = tuple(slot for slot, key in _values(plan) if not self.store.has(key)) if is_read else ()
         size = (len(list(_values(plan))) - len(refused)) * self.rates.block_bytes
         end = max(there.end_of(size, self.now), here.end_of(size, self.now))
+        if hot_size := len({*hot} - {*refused}) * self.rates.block_bytes:
+            end = max(end, self.store.hot_reads.end_of(hot_size, self.now))
         self.store.calls += -(-size // self.rates.block_bytes * self.store.block_names // CALL_VALUES)
         self._calls.append(_Call(plan, end, size, True, refused))
 

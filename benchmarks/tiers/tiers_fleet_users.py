@@ -1,10 +1,12 @@
 """Parts of tiers_fleet.py: users, the times of their requests, and the engine that serves each.
 
 Each engine brings users of its own: some conversations of a trace, drawn at random, each to at most TURNS requests,
-under keys of their own. They come in the trace's order, each when those before it could be computed.
+under keys of their own. They come in the trace's order, each when those before it could be computed. A hot prefix may
+stand in front of some conversations, with the same keys for the users of all engines (`fronted`).
 
     random     any engine serves a request
-    prefix     the engine that its first chunk leads to; if too many wait there, the next one, which knows it less
+    prefix     the engine that its first chunk leads to, behind a hot prefix; if too many wait there, the next one,
+               which knows it less
 """
 
 import random
@@ -22,6 +24,7 @@ TURNS = 16  # long conversations would be longer than the simulation
 MOST_WAITING = 4  # requests
 SEED = 3
 BALANCING = ("random", "prefix")
+HOT = b"hot"  # begins the keys of a hot prefix
 
 
 class Balancer:
@@ -35,7 +38,7 @@ class Balancer:
     def choose(self, request: TraceRequest) -> FleetEngine:
         if self._kind == "random":
             return self._chance.choice(self._engines)
-        first = xxhash.xxh3_64_intdigest(request.keys[0]) % len(self._engines)
+        first = xxhash.xxh3_64_intdigest(own_key(request)) % len(self._engines)
         in_turn = [*self._engines[first:], *self._engines[:first]]
         return next((engine for engine in in_turn if len(engine.queue) < MOST_WAITING), in_turn[0])
 
@@ -46,21 +49,49 @@ def servable(trace: Trace) -> Trace:
     return Trace(trace.paths, trace.block_tokens, [each for each in trace.requests if 0 < len(each.keys) <= most])
 
 
+def hot_keys(blocks: int) -> list[bytes]:
+    return [HOT + at.to_bytes(4, "big") for at in range(blocks)]
+
+
+def own_key(request: TraceRequest) -> bytes:
+    """The first one behind a hot prefix: it names the conversation."""
+    return next(key for key in request.keys if not key.startswith(HOT))
+
+
+def fronted(trace: Trace, share: float, blocks: int) -> Trace:
+    """With a prefix of so many blocks in front of that share of the conversations."""
+    if not share or not blocks:
+        return trace
+    hot, tokens = hot_keys(blocks), blocks * trace.block_tokens
+    requests = [
+        TraceRequest(each.now, hot + each.keys, each.tokens + tokens)
+        if random.Random(f"{SEED} {each.keys[0].hex()}").random() < share
+        else each
+        for each in trace.requests
+    ]
+    return Trace(trace.paths, trace.block_tokens, requests)
+
+
 def arrivals_of(trace: Trace, rates: Rates, *, engines: int, requests: int, load: float) -> list[TraceRequest]:
     """The requests of all users, in the order of time. Those of an engine's take as long to compute as `requests` of
     average length, and that is the share `load` of the time in which they come.
     """
     conversations: dict[bytes, list[TraceRequest]] = {}
     for request in trace.requests:
-        conversations.setdefault(request.keys[0], []).append(request)
+        conversations.setdefault(own_key(request), []).append(request)
     seconds = rates.seconds(trace.work) / len(trace.requests) * requests
     arrivals: list[TraceRequest] = []
     for engine in range(engines):
         some = _drawn(list(conversations.values()), seconds, rates, random.Random(f"{SEED} {engine}"))
-        new = {key: xxhash.xxh3_128_digest(key, seed=engine) for request in some for key in request.keys}
+        new = {key: _key_of(key, engine) for request in some for key in request.keys}
         for began, request in _in_turn(some, seconds, rates):
             arrivals.append(TraceRequest(began / load, [new[key] for key in request.keys], request.tokens))
     return sorted(arrivals, key=lambda request: request.now)
+
+
+def _key_of(key: bytes, engine: int) -> bytes:
+    """Key of this engine's users, but for a hot prefix."""
+    return key if key.startswith(HOT) else xxhash.xxh3_128_digest(key, seed=engine)
 
 
 def ideal_share(arrivals: Sequence[TraceRequest]) -> float:

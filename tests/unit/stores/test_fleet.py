@@ -99,3 +99,29 @@ def test_a_slow_server_answers_late_and_its_requests_compute(fleet):
     row = simulated(fleet, 4, "random", "spread", "--names", "1000")
     assert row["unanswered"] > 0
     assert found(row) < found(simulated(fleet, 4, "random"))
+
+
+HOT = ("--hot", "1", "--hot-blocks", "4")
+
+
+def test_a_hot_prefix_is_read_by_machines_that_did_not_compute_it(fleet):
+    hot, without = (simulated(fleet, 4, "random", kind, *HOT) for kind in ("spread", "none"))
+    assert hot["hot GB"] > 0 == without["hot GB"]
+    assert found(hot) > found(without) and hot["from store"] > 0
+    assert simulated(fleet, 4, "random")["hot GB"] == 0
+
+
+def test_a_hot_prefix_passes_one_link_and_costs_time_where_that_is_slow(fleet):
+    slow, fast = (simulated(fleet, 4, "random", "spread", *HOT, "--hot-link", rate) for rate in ("0.05", "1000"))
+    assert slow["saved"] < fast["saved"]
+    assert slow["hot GB"] <= fast["hot GB"]
+
+
+def test_a_share_of_the_conversations_has_the_hot_prefix():
+    users = importlib.import_module("benchmarks.tiers.tiers_fleet_users")
+    trace = conversations()
+    some = users.fronted(trace, 0.5, 4)
+    pairs = zip(some.requests, trace.requests, strict=True)
+    longer = {users.own_key(new): len(new.keys) - len(old.keys) for new, old in pairs}
+    assert set(longer.values()) == {0, 4} and len(longer) == CONVERSATIONS
+    assert users.fronted(trace, 0.0, 4) is trace
