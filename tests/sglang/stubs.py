@@ -9,11 +9,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-NEEDS_TORCHVISION = "reads images with torchvision, whose wheel on PyPI is for torch with CUDA"
+NEEDS_TORCHVISION = "prepares images with torchvision, whose wheel on PyPI is for torch with CUDA"
 STUBBED = {
     "sglang.srt.multimodal.internvl_utils": NEEDS_TORCHVISION,
     "sglang.srt.configs.deepseek_ocr": NEEDS_TORCHVISION,
-    "sglang.srt.configs.unlimited_ocr": NEEDS_TORCHVISION,
 }
 
 
