@@ -4,8 +4,8 @@
 
 Both are behind SGLang's own tree, on a CPU, and looked up in turn. HiCache keeps host nodes in the tree, so that its
 lookup is the match alone. With a linker SGLang matches, hashes all pages that the device lacks, and asks the linker.
-What of this is ours is `HostLinker.lookup`. HiCache's copies and the pinning of its memory are stubbed: they need a
-GPU.
+What of this is ours is `HostLinker.lookup`; a linker that answers at once would leave the rest. HiCache's copies and
+the pinning of its memory are stubbed: they need a GPU.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.pool_host import common  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.runtime_context import get_context  # noqa: E402
 
+from benchmarks.common import print_environment  # noqa: E402
 from tests.sglang import engine  # noqa: E402
 from tests.sglang.models import FULL, Kind  # noqa: E402
 
@@ -43,15 +44,23 @@ def main() -> None:
     with ExitStack() as options:
         hicache = with_hicache(options, kind, tokens)
         linked = with_linker(options, kind, tokens)
-        ours = linked.linker.cache_linker
-        lookup = Timed(ours.lookup)
-        ours.lookup = lookup
+        wrapper = linked.linker
+        lookup = wrapper.cache_linker.lookup = Timed(wrapper.cache_linker.lookup)
+        hashing = wrapper._tail_hashes = Timed(wrapper._tail_hashes)
         timed = [Timed(lambda tree=tree: match(tree, tokens)) for tree in (hicache, linked)]
         for each in (each for _ in range(given.pairs + 1) for each in timed):
             assert each().host_hit_length == given.tokens
-    host, whole, own = (median(each.seconds[1:]) * 1e6 for each in (*timed, lookup))
+    host, whole, hashes, own = (median(each.seconds[1:]) * 1e6 for each in (*timed, hashing, lookup))
+    rows = {
+        "HiCache": host,
+        "linker, all of SGLang's and ours": whole,
+        "of it SGLang's hashes of pages": hashes,
+        "of it the rest of SGLang's": whole - hashes - own,
+        "of it HostLinker.lookup": own,
+    }
+    print_environment(["cpu-prefix-cache", "sglang", "torch"])
     print(f"| {given.tokens} tokens in pages of {given.page} | us | times HiCache's |\n|---|--:|--:|")
-    for name, spent in (("HiCache", host), ("linker, all of SGLang's and ours", whole), ("HostLinker.lookup", own)):
+    for name, spent in rows.items():
         print(f"| {name} | {spent:.0f} | {spent / host:.2f} |")
 
 
