@@ -9,8 +9,9 @@ Requests go to engines at random. All three are keepers with the policy that the
     one engine    all of them, and all requests
 
 `--in-flight` requests run at a time: of each, the slots of what it lacks are taken when it begins and committed when it
-ends, so one may find that another is writing what it needs. The devices keep nothing. Work is counted as `replay` does:
-tokens, and pairs of a token with one before it, of which `--even-depth` cost as much as a token.
+ends, so one may find that another is writing what it needs. The devices keep nothing (keeper_rules.py has some).
+Work is counted as `replay` does: tokens, and pairs of a token with one before it, of which `--even-depth` cost as much
+as a token.
 
 Bars: one pool saves 1.6 times what own pools save, and what one engine saves, within a point.
 """
