@@ -25,9 +25,10 @@ from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
-from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
+from cpu_prefix_cache.tiers.promotions import Promotions, Want
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
+from cpu_prefix_cache.tiers.trials import Trials
 
 ROOM_SECONDS = 0.02  # after which it is seen whether the pool has room again for a read that found none
 
@@ -53,7 +54,7 @@ class TieredKeeper(Keeper):
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._waiting: dict[tuple[int, int], _Waiting] = {}  # by engine and number
         self._asked = self._late = self._declined = 0
-        self._now = self._read_at = 0.0  # when something was last read for a question
+        self._trials, self._now = Trials(), 0.0
         self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
     # Questions that wait
@@ -87,7 +88,7 @@ class TieredKeeper(Keeper):
         chosen = self._worth_it(request, here, waiting)
         if chosen is None:
             return False
-        self._read_at = self._step_at = self._now
+        self._step_at = self._now
         deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
         waiting.deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
         waiting.want = self._promotions.note(request, chosen, here, waiting.deadline)
@@ -97,17 +98,20 @@ class TieredKeeper(Keeper):
     def _unknown_until(self, request: Request, here: int, waiting: _Waiting) -> float | None:
         """Time until which it is not known what a store has of a request. None: it is, or could save no time."""
         most = self._promotions.most(request, here)
-        is_worth_asking = self._best([most], waiting) is not None or self._is_trial_due
+        is_worth_asking = self._best([most], waiting) is not None or self._trials.is_due(self._now)
         return self.below.awaited(request, here) if is_worth_asking else None
 
     def _worth_it(self, request: Request, here: int, waiting: _Waiting) -> Candidate | None:
         """How far to read for a request, where that saves time. Now and then a little, to measure the rate again."""
         candidates = self._promotions.reachable(request, here, here)
         chosen = self._best(candidates, waiting)
-        if chosen is None and self._is_trial_due:
+        saves = chosen is not None
+        if chosen is None and self._trials.is_due(self._now):
             trial = self._promotions.candidates(request, here, here, self._promotions.trial_budget)
             chosen = next(iter(trial), None)
         self._declined += bool(candidates) and chosen is None
+        if chosen is not None:
+            self._trials.read(self._now, saves=saves)
         return chosen
 
     def _best(self, candidates: Sequence[Candidate], waiting: _Waiting) -> Candidate | None:
@@ -115,10 +119,6 @@ class TieredKeeper(Keeper):
         prefill = self.planner.grid_tokens * 1e9 / chunk if chunk else None
         queue = self._promotions.queue_bytes
         return best(candidates, prefill=prefill, rate=self.below.load_rate, queue_bytes=queue)
-
-    @property
-    def _is_trial_due(self) -> bool:
-        return self._now >= self._read_at + TRIAL_SECONDS
 
     def step(self) -> Iterator[tuple[int, int, Leased | Pending | None]]:
         """Read on. Questions that are answered now, or wait anew, each with its engine and its number: None for one

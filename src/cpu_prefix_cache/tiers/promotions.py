@@ -25,7 +25,7 @@ from cpu_prefix_cache.tiers.time_saved import Candidate
 PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
 MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
 # So much of a prompt is read where the rate is not known, or seems too low: enough to measure it (`slab/meter.py`).
-TRIAL_BYTES, TRIAL_SECONDS = 256 << 20, 60.0
+TRIAL_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)

@@ -47,10 +47,11 @@ from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.transfers import StoreTransfer
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.expected import Expected
-from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS, Promotions, Want
+from cpu_prefix_cache.tiers.promotions import Promotions, Want
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.time_saved import Candidate, best
+from cpu_prefix_cache.tiers.trials import Trials
 
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
 
@@ -96,7 +97,7 @@ class TieredCache(CPUPrefixCache):
         self._promotions = Promotions(self.coordinator, self.edge, self.below)
         self._expected = Expected(self._promotions.budget)
         self._ahead: Want | None = None  # of the first expected prompt
-        self._read_at = 0.0  # when a request last began to wait for the tier
+        self._trials = Trials()
         self._now = 0.0
         self._tier_hit_tokens = self._asked = self._late = self._declined = self._read_ahead = 0
 
@@ -132,14 +133,7 @@ class TieredCache(CPUPrefixCache):
         if most.boundary < n0 + max(1, self.min_load_tokens):
             return None
         is_best = self._best([most], queue_bytes) is not None
-        return self.below.awaited(request, host_end) if is_best or self._is_trial_due else None
-
-    @property
-    def _is_trial_due(self) -> bool:
-        """Whether a little is read although that seems to take longer: nothing was read for long, so nobody knows
-        whether the rate has changed.
-        """
-        return self._now >= self._read_at + TRIAL_SECONDS
+        return self.below.awaited(request, host_end) if is_best or self._trials.is_due(self._now) else None
 
     def _best(self, candidates: Sequence[Candidate], queue_bytes: int) -> Candidate | None:
         prefill, rate = self.edge.break_even.prefill_tokens_per_second, self.below.load_rate
@@ -150,7 +144,8 @@ class TieredCache(CPUPrefixCache):
         if not candidates:
             return None
         chosen = self._best(candidates, self._promotions.queue_bytes)
-        if chosen is None and self._is_trial_due:
+        saves = chosen is not None
+        if chosen is None and self._trials.is_due(self._now):
             least, budget = self._least(n0), self._promotions.trial_budget
             chosen = next(iter(self._promotions.candidates(request, host_end, least, budget)), None)
         if chosen is None:
@@ -159,12 +154,19 @@ class TieredCache(CPUPrefixCache):
             return want
         self._asked += 1
         deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
-        return self._noted(request, chosen, host_end, deadline)
+        return self._noted(request, chosen, host_end, deadline, saves=saves)
 
     def _noted(
-        self, request: Request, chosen: Candidate, host_end: int, deadline: float, *, is_hint: bool = False
+        self,
+        request: Request,
+        chosen: Candidate,
+        host_end: int,
+        deadline: float,
+        *,
+        saves: bool = True,
+        is_hint: bool = False,
     ) -> Want:
-        self._read_at = self._now
+        self._trials.read(self._now, saves=saves)
         want = self._promotions.note(request, chosen, host_end, deadline, is_hint=is_hint)
         self._wants[request.id] = want
         return want

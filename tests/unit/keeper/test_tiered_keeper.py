@@ -20,7 +20,7 @@ from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.pool_tier import PoolTier
 from cpu_prefix_cache.slab.settings import FileTier
 from cpu_prefix_cache.tiers import promotions
-from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
+from cpu_prefix_cache.tiers.trials import FIRST_SECONDS
 
 SLOTS, BLOCK = 64, mmap.PAGESIZE
 PATIENCE = 20.0
@@ -133,10 +133,10 @@ def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_
         below.keeper.below.edge.break_even.loads_at(0, 1e6)  # three chunks take 25 ms, beside what a promotion takes
         began = time.monotonic()
         for nanoseconds, is_read in ((10_000_000, False), (20_000_000, True)):
-            below.keeper._read_at = began
+            below.keeper._trials.read(began, saves=True)
             assert waits(below, nanoseconds, now=began) is is_read
             below.keeper.release(ENGINE, 2)
-        assert waits(below, 10_000_000, now=began + TRIAL_SECONDS)
+        assert waits(below, 10_000_000, now=began + FIRST_SECONDS)
         below.keeper.release(ENGINE, 2)
         until_so(below, lambda: not below.keeper.below.has_transfers)
 

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,10 +13,10 @@ from cpu_prefix_cache.deciding import BoundariesRemoved, BoundariesStored, Direc
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.tiers import promotions, tier_cache
-from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS
 from cpu_prefix_cache.tiers.tiered_cache import LEASE_SECONDS
+from cpu_prefix_cache.tiers.trials import FIRST_SECONDS, LONGEST_SECONDS
 from property_tests.strategies import chain
 from tests.unit.tiers.small_tier import FULL, GRID, STATE, WINDOW, Tiered, chain_names
 
@@ -526,14 +527,18 @@ def test_a_tier_that_is_slower_than_computing_is_not_read():
     assert engine.seen.declined == 1 and engine.seen.asked == 0
 
 
-def test_a_rate_that_was_low_is_measured_again_by_a_little_once_in_a_minute():
+def test_a_rate_that_was_low_is_measured_again_by_a_little_soon_and_then_once_in_a_minute():
     engine = with_tier("abcd")
     engine.measures(rate=4096.0, prefill=100.0)
     assert engine.asks_as("r", "abcd") == Miss()
-    engine.now += TRIAL_SECONDS + 1
-    assert isinstance(engine.asks_as("later", "abcd"), Pending)
-    assert engine.asks_as("at once", "abcd") == Miss(), "one is enough"
-    assert engine.seen.declined == 2 and engine.seen.asked == 1
+    trials = []
+    for second in range(200):
+        engine.now += 1
+        if isinstance(engine.asks_as(f"at {second}", "abcd"), Pending):
+            trials.append(engine.now)
+            assert engine.asks_as(f"also at {second}", "abcd") == Miss(), "one is enough"
+    gaps = [after - before for before, after in pairwise(trials)]
+    assert gaps == [FIRST_SECONDS, 4, 8, 16, 32, LONGEST_SECONDS, LONGEST_SECONDS]
 
 
 def test_reads_are_short_before_the_rate_is_known(monkeypatch):
@@ -544,7 +549,7 @@ def test_reads_are_short_before_the_rate_is_known(monkeypatch):
     engine.works_off()
     assert engine.asks_as("r", "abcdefgh") == Hit(2 * GRID)
     engine.measures(rate=1e9, prefill=100.0)
-    engine.now += TRIAL_SECONDS  # what is worth reading is read whole, also when nothing was read for long
+    engine.now += LONGEST_SECONDS  # what is worth reading is read whole, also when nothing was read for long
     assert isinstance(engine.asks_as("known", "abcdefgh"), Pending)
     engine.works_off()
     assert engine.asks_as("known", "abcdefgh") == Hit(8 * GRID)

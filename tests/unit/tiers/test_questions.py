@@ -15,9 +15,9 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.testing import Engine
 from cpu_prefix_cache.tiers import questions
-from cpu_prefix_cache.tiers.promotions import TRIAL_SECONDS
 from cpu_prefix_cache.tiers.questions import LATE_SECONDS, MOST_CHECKPOINTS, PROBE_SECONDS, REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import STORE_PAUSE_SECONDS
+from cpu_prefix_cache.tiers.trials import FIRST_SECONDS
 from property_tests.strategies import chain
 from tests.unit.tiers.small_tier import FULL, GRID, SECONDS, STATE, WINDOW, Shared, chain_names
 
@@ -147,7 +147,7 @@ def test_where_reading_is_slower_than_computing_nobody_waits():
     fast.measures(rate=1e9, prefill=10.0)
     assert slow.asks_as("r", "abcd") == Miss() and slow.seen.questions == 0
     assert isinstance(fast.asks_as("r", "abcd"), Pending)
-    slow.now += TRIAL_SECONDS
+    slow.now += FIRST_SECONDS
     assert isinstance(slow.asks_as("later", "abcd"), Pending), "the rate is measured again"
 
 
