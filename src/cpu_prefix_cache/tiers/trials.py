@@ -11,7 +11,7 @@ FIRST_SECONDS, LONGEST_SECONDS = 2.0, 60.0
 
 
 class Trials:
-    """Of one tier.
+    """Times at which one tier was read.
 
     >>> trials = Trials()
     >>> trials.read(100.0, saves=True)
