@@ -10,6 +10,7 @@ from builtin_models import build_model
 from connector.transformers import HostPrefixCache
 from connector.transformers.changes import Weights
 from connector.transformers.inputs import PromptRefused
+from cpu_prefix_cache import MisuseError
 from tests.connector.serving import generated
 
 PROMPT = [at * 7 % 256 for at in range(200)]
@@ -104,6 +105,18 @@ def expected(change):
     of = model()
     change(of)
     return generated(of, PROMPT, new_tokens=3)[0][0]
+
+
+def test_a_past_of_earlier_weights_is_refused_each_time():
+    of = model()
+    with cache_of(of, offload="eager") as cache:
+        first_logits(cache)
+        with cache.past(PROMPT) as past:
+            assert past.hit_tokens > 0
+            CHANGES[0](of)
+            for _ in range(2):
+                with pytest.raises(MisuseError, match="computed by other weights"):
+                    generated(of, PROMPT, past, new_tokens=1)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -81,6 +81,20 @@ def test_its_answers_are_those_of_generate(name):
 
 
 @pytest.mark.parametrize("name", TAKEN)
+def test_beams_over_a_batch_keep_their_prompts(name):
+    """With states alone the layer that counts tokens has rows, too, which beams exchange."""
+    ids = torch.cat([torch.tensor([document(seed, 61)]) for seed in (1, 2)])
+    options = dict(max_new_tokens=6, do_sample=False, num_beams=3, num_return_sequences=2, pad_token_id=0)
+    with cache_of(name, max_model_len=96) as made:
+        for found in (0, 2 * 48):
+            with made.past(ids) as past:
+                ours = model(name).generate(ids, past_key_values=past, **options)
+            assert past.hit_tokens == found
+            assert torch.equal(ours, model(name).generate(ids, **options))
+            made.forget_device()
+
+
+@pytest.mark.parametrize("name", TAKEN)
 def test_two_caches_of_one_model_count_their_own_tokens(name):
     with cache_of(name, max_model_len=96) as made, cache_of(name, max_model_len=96) as another:
         assert max(from_host(name, each, seed=1) for each in (made, another)) <= 1e-4

@@ -148,14 +148,28 @@ def test_a_copy_of_a_past_is_as_good_and_of_its_own(family):
     prompt = document(1, 100)
     with hit_of(family, prompt) as cache:
         with cache.past(row(prompt)) as past:
-            copied = copy.deepcopy(past)
-            answers = [generated(family, prompt, past_key_values=each) for each in (copied, past)]
+            copied, spare = copy.deepcopy(past), copy.deepcopy(past)
+            answers = [generated(family, prompt, past_key_values=each) for each in (copied, past, spare)]
         assert past.hit_tokens == copied.hit_tokens > 0
         wanted = generated(family, prompt)
         for ours in answers:
             assert max(map(error, ours.logits, wanted.logits)) < TOLERANCE
         asked_right(cache, family, prompt)
         check_at_rest(cache)
+
+
+@pytest.mark.parametrize("family", [*ATTENTION, *REPEATED_STATES])
+@pytest.mark.parametrize("hits", [False, True])
+def test_a_past_goes_on_after_tokens_that_were_refused(family, hits):
+    prompt, others = document(1, 100), document(2, 100)
+    with hit_of(family, prompt) if hits else cache_of(family) as cache, cache.past(row(prompt)) as past:
+        assert bool(past.hit_tokens) is hits
+        with pytest.raises(MisuseError, match="others than the past is of"):
+            generated(family, others, past_key_values=past)
+        assert apart(generated(family, prompt, past_key_values=past), plain(family, tuple(prompt))) == (
+            pytest.approx(0, abs=TOLERANCE),
+            True,
+        )
 
 
 @pytest.mark.parametrize("family", [*ATTENTION, *REPEATED_STATES])

@@ -4,6 +4,8 @@ Placeholder tokens are the same for all images. In the controls the digests of i
 while it is loaded, and the comparison fails.
 """
 
+import gc
+import weakref
 from functools import cache
 from unittest.mock import ANY
 
@@ -130,6 +132,17 @@ def test_a_picture_that_comes_again_is_not_computed(family):
         assert past.hit_tokens == 80 > past.device_hit_tokens
         assert list(past.inputs) == ["input_ids", "attention_mask"]
         check_at_rest(cache)
+
+
+def test_pixels_are_free_once_their_past_has_ended():
+    inputs = prompt("llava", picture(1))
+    pixels = weakref.ref(inputs["pixel_values"])
+    with cache_of("llava") as cache:
+        with cache.past(**inputs) as past:
+            generated("llava", past.inputs, past_key_values=past)
+        del past, inputs
+        gc.collect()
+        assert pixels() is None
 
 
 @families

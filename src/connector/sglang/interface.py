@@ -47,7 +47,7 @@ def _found(name: str) -> Any:
 
 
 def _bound(source: str) -> Iterator[str]:
-    """Names of a class's source that get a value or a body: of fields, methods and the classes within."""
+    """Names that get a value or a body in a class's source, also in its methods and in the classes within."""
     for node in ast.walk(ast.parse(dedent(source))):
         match node:
             case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):

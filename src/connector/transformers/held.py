@@ -40,7 +40,8 @@ class Past(DynamicCache):
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
-        self.goes_on: Callable[[int], object] | None = None  # once handed out: called with how many tokens come first
+        # Once handed out, until the model goes on: called with how many tokens are here, and how many come.
+        self.goes_on: Callable[[int, int], object] | None = None
         self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
@@ -88,6 +89,7 @@ class Past(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.begin_behind(key_states.shape[-2])
+        self.goes_on = None
         self.repeat(len(key_states))
         if (appended := self._append(layer_idx, key_states, value_states)) is not None:
             return appended
@@ -97,8 +99,7 @@ class Past(DynamicCache):
     def begin_behind(self, tokens: int) -> None:
         """So many tokens come behind, perhaps the first."""
         if self.goes_on is not None:
-            goes_on, self.goes_on = self.goes_on, None
-            goes_on(tokens)
+            self.goes_on(self.get_seq_length(), tokens)
 
     def repeat(self, rows: int) -> None:
         """`generate` makes several answers of each row: what is here is the beginning of each."""
@@ -120,6 +121,7 @@ class Past(DynamicCache):
         self.begin_behind(tokens)
         if self.inputs:
             self._check(ids, positions)
+        self.goes_on = None  # behind what may refuse these tokens: others may follow
         self.repeat(rows)
         self._count(tokens)
 
@@ -236,7 +238,8 @@ class Past(DynamicCache):
         past of those has one more layer, which no model computes, with a zero for each token.
         """
         if not self.kept.has_attention:
-            self.layers[-1].update(*2 * [torch.zeros(self._rows, 1, tokens, 1)])
+            zeros = torch.zeros(self._rows, 1, tokens, 1, dtype=torch.bool, device=self.kept.device)
+            self.layers[-1].update(zeros, zeros)
 
 
 def before_forward(

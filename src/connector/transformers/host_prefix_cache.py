@@ -186,7 +186,10 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             self._pool.reset()
             self._resets += 1
 
-    def close(self, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Write to the tier what only the host has, and give the memory back. May be called again."""
         with self._lock:
             if self._is_closed:
@@ -199,8 +202,6 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
                 self._last_statistics = self._host.statistics()
                 del self._host  # which has views of the device's blocks
                 self._kv.release()
-
-    __exit__ = close
 
     # A prompt begins
 
@@ -223,7 +224,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         past = Past.joined(pasts, pads, self._room(prompts[0], columns))
         self._settle()
         text = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
-        past.inputs, past.goes_on = text if columns else inputs, partial(self._goes_on, prompts, past)
+        past.inputs, past.goes_on = text if columns else inputs, partial(self._goes_on, prompts)
         return past
 
     def _known(self, prompt: Prompt, next_use: float | None) -> Past:
@@ -242,7 +243,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         position 0 computes one by one behind them, up to the last.
         """
         length = max(place.length, prompt.behind - 1)
-        boundaries = [each for each in self._host.boundaries(prompt) if length < each < len(prompt.tokens)]
+        boundaries = [each for each in self._host.boundaries(prompt.id) if length < each < len(prompt.tokens)]
         if len(prompt.tokens) - place.length <= PUT_OFF_TOKENS and self._takes_several:
             prompt.put_off = boundaries
             return
@@ -256,13 +257,13 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
 
     def _give_up(self, prompt: Prompt) -> None:
         if prompt.is_running:
-            self._host.end(prompt, prompt.computed)
+            self._host.end(prompt.id, prompt.computed)
             prompt.is_running = False
             copy_all(self._host)
 
-    def _goes_on(self, prompts: Sequence[Prompt], past: Past, tokens: int) -> None:
+    def _goes_on(self, prompts: Sequence[Prompt], begun: int, tokens: int) -> None:
         """The model goes on with so many tokens behind the past."""
-        begun, columns = past.get_seq_length(), prompts[0].pad + len(prompts[0].tokens)
+        columns = prompts[0].pad + len(prompts[0].tokens)
         self._check_dtype()
         with self._lock:
             if not self._is_closed:
@@ -285,16 +286,16 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
 
     def _load(self, prompt: Prompt, place: Placement, next_use: float | None) -> None:
         """Load what the host has beyond the device's. Where that fails, the prompt starts again, and computes it."""
-        start = partial(self._host.start, prompt, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
+        start = partial(self._host.start, prompt.id, prompt.keys, num_tokens=len(prompt.tokens), next_use=next_use)
         room: Callable[[int, int], Sequence[Sequence[int]] | None] = partial(place.room, self._kv)
         prompt.is_running, prompt.resets = True, self._resets
         while not isinstance(answer := start(on_device=place.length, allocate=room), Miss):
             ended = dict(copy_all(self._host))
             if isinstance(answer, Hit):
-                place.loaded(ended[prompt], answer.boundary, self._kv)
+                place.loaded(ended[prompt.id], answer.boundary, self._kv)
                 if place.length == answer.boundary:
                     return
-                self._host.end(prompt, place.length)
+                self._host.end(prompt.id, place.length)
                 room = _no_room  # a tier may give the host back what has failed
 
     def _filled(self, prompt: Prompt, place: Placement) -> Past:
@@ -342,10 +343,10 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
 
     def _report(self, prompt: Prompt, tokens: int) -> None:
         prompt.computed = tokens
-        self._host.end_step({prompt: tokens})
+        self._host.end_step({prompt.id: tokens})
 
     def _end(self, prompts: Sequence[Prompt], past: Past | None) -> None:
-        if self._is_closed:
+        if self._is_closed or not any(prompt.is_running for prompt in prompts):
             return
         try:
             self._settle()

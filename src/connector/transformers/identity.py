@@ -88,8 +88,8 @@ def longest(model: PreTrainedModel, given: int | None) -> int:
 
 
 def renewed(model: PreTrainedModel, revisions: set[str | None]) -> str | None:
-    """The revision of the weights now, for a store that engines share. None if it is one of those that were: nothing
-    stored until now is to be found under it.
+    """The revision of the weights now, for a store that engines share, which is added to those that were. None if it is
+    one of them: nothing stored until now is to be found under it.
     """
     revision = with_code(weights_revision(model), model)
     is_new = revision not in revisions

@@ -61,6 +61,7 @@ class Prompt:
     pad: int
     images: Images | None
     keys: list[bytes]
+    id: object = field(default_factory=object)  # of its request
     resets: int = 0  # of the cache when it began
     is_running: bool = False  # in the host cache
     computed: int = 0  # tokens that have been in device blocks
