@@ -164,6 +164,9 @@ def _forked(body: Callable[[], int], output: Path) -> int | None:
 def _pytest(root: Path, files: Sequence[str], plugin: object, *options: str) -> int:
     os.chdir(root)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
+    # Bytecode is that of a file of the same second and size: a program that a test starts would run another fault's.
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
     return int(pytest.main([*options, "-p", "no:cacheprovider", "--rootdir", str(root), *files], plugins=[plugin]))
 
 

@@ -85,7 +85,7 @@ def test_a_tier_slower_than_computing_is_not_read_and_its_blocks_are_missed(repl
     always = replay(trace, 12, 1_000)
     fast, slow = (replay(trace, 12, 1_000, rates=rates(rate, prefill=100.0)) for rate in (1e6, 900.0))
     assert always.hit_blocks == fast.hit_blocks > slow.hit_blocks
-    assert slow.below_loaded_blocks < fast.below_loaded_blocks / 20, "but for a little once a minute"
+    assert slow.below_loaded_blocks < fast.below_loaded_blocks / 15, "but for a little now and then"
     assert slow.declined > 0
 
 
