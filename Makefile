@@ -28,9 +28,9 @@ docs: $(DOCS_VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m pytest tests/unit/test_site.py
 
-# All but what is marked `slow`; the property tests search half as far as their files say.
+# The library, without what is marked `slow`; the property tests search half as far as their files say.
 test: $(VENV)/installed
-	EXAMPLES=0.5 $(BIN)/python -m pytest --numprocesses auto -m 'not slow'
+	EXAMPLES=0.5 $(BIN)/python -m pytest --numprocesses auto -m 'not slow' --ignore tests/connector
 
 # The tests that run without torch and are not slow: those of the deciding half. Files that are left out are named at the end.
 test-deciding: $(DECIDING_VENV)/installed
@@ -107,11 +107,12 @@ test-vllm: $(VLLM_VENV)/installed
 test-sglang: $(SGLANG_VENV)/installed
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest --numprocesses auto tests/sglang
 
-# Pasts for the newest transformers that is known to do; `make test` has the oldest. With HF_PIN= (and an HF_VENV
-# of its own) the newest that there is, whatever it does.
+# Pasts for the oldest transformers that is supported, and for the newest that is known to do. With HF_PIN= (and an
+# HF_VENV of its own) the newest that there is, whatever it does.
 HF_PIN := requirements/constraints-transformers-newest.txt
-test-transformers: $(HF_VENV)/installed
-	OMP_NUM_THREADS=1 $(HF_VENV)/bin/python -m pytest --numprocesses auto tests/connector
+test-transformers: $(VENV)/installed $(HF_VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto -m 'not slow' tests/connector
+	OMP_NUM_THREADS=1 $(HF_VENV)/bin/python -m pytest --numprocesses auto -m 'not slow' tests/connector
 
 # Sources of other people's engines into .engines, at the commits of tests/engines/sources.py; fails if one is missing.
 engines:
