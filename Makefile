@@ -30,7 +30,7 @@ docs: $(DOCS_VENV)/installed
 
 # The library, without what is marked `slow`; the property tests search half as far as their files say.
 test: $(VENV)/installed
-	EXAMPLES=0.5 $(BIN)/python -m pytest --numprocesses auto -m 'not slow' --ignore tests/connector
+	EXAMPLES=0.5 $(BIN)/python -m pytest --numprocesses auto -m 'not slow' --deselect tests/connector/
 
 # The tests that run without torch and are not slow: those of the deciding half. Files that are left out are named at the end.
 test-deciding: $(DECIDING_VENV)/installed
