@@ -126,15 +126,21 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="a trace in Mooncake's format, plain or .gz")
-    parser.add_argument("--capacity", type=int, nargs="+", default=[4000, 8000, 16000], help="blocks of the whole pool")
-    parser.add_argument("--engines", type=int, default=8)
+    parser = parser_of_pools(__doc__, capacity=[4000, 8000, 16000])
     parser.add_argument("--in-flight", type=int, default=8, help="requests at a time, of all engines")
+    return parser.parse_args()
+
+
+def parser_of_pools(description: str | None, capacity: Sequence[int]) -> argparse.ArgumentParser:
+    """Options of a program that replays a trace with engines on one pool."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="a trace in Mooncake's format, plain or .gz")
+    parser.add_argument("--capacity", type=int, nargs="+", default=capacity, help="blocks of the whole pool")
+    parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--even-depth", type=float, default=EVEN_DEPTH)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows here")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

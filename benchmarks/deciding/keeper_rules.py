@@ -24,11 +24,10 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment
-from benchmarks.deciding.keeper_engines import EVEN_DEPTH, new_keeper, saved
+from benchmarks.deciding.keeper_engines import new_keeper, parser_of_pools, saved
 from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.traces import Trace, read_traces
 
@@ -190,15 +189,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="a trace in Mooncake's format, plain or .gz")
-    parser.add_argument("--capacity", type=int, nargs="+", default=[2000, 4000, 8000, 16000], help="blocks of the pool")
+    parser = parser_of_pools(__doc__, capacity=[2000, 4000, 8000, 16000])
     parser.add_argument("--parts", type=int, nargs="+", default=[32, 8, 4], help="the pool's size by that of a device")
     parser.add_argument("--routing", choices=list(ROUTERS), nargs="+", default=list(ROUTERS))
-    parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--even-depth", type=float, default=EVEN_DEPTH)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the rows here")
     return parser.parse_args()
 
 
