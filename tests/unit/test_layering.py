@@ -169,8 +169,9 @@ def connectors_imported(name):
         ("tier", {"common"}),
         ("transformers", {"tier"}),
         ("atom", {"common", "tier"}),
+        ("sglang", {"common"}),
         ("vllm", {"common", "multi", "tier"}),
-        ("vllm_offloading", set()),
+        ("vllm_offloading", {"common"}),
         ("vllm_tiers", {"tier", "vllm"}),
     ],
 )

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 import cpu_prefix_cache_vllm
 from benchmarks.vllm.vllm_policies import hit_blocks
+from connector.common import contract
 from connector.vllm_offloading import AdaptivePolicy, interface
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.tools.replay.meter import Meter
@@ -49,9 +50,8 @@ def test_a_vllm_without_the_interface_is_refused_with_a_sentence(monkeypatch):
     class Before031:
         def touch(self): ...
 
-    modules = {"vllm.v1.kv_offload.cpu.policies.base": SimpleNamespace(CachePolicy=Before031)}
-    monkeypatch.setattr(interface, "import_module", lambda name: modules[name])
-    with pytest.raises(ConfigurationError, match=r"has no CachePolicy.on_store_miss, .* take vLLM 0.31 to 0.33"):
+    monkeypatch.setattr(contract, "resolve_name", lambda name: Before031)
+    with pytest.raises(ConfigurationError, match=r"CachePolicy\.on_store_miss, .* take vLLM 0\.31 to 0\.33"):
         interface.check_interface()
 
 
@@ -59,7 +59,7 @@ def test_so_is_one_without_the_modules(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(interface, "import_module", missing)
+    monkeypatch.setattr(contract, "resolve_name", missing)
     with pytest.raises(ConfigurationError, match=r"take vLLM 0\.31 to 0\.33"):
         interface.check_interface()
 

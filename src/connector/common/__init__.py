@@ -1,1 +1,4 @@
-"""Parts that connectors of several engines have alike: options, flags of a request, deadlines. Knows no engine."""
+"""Parts that connectors of several engines have alike: options, flags of a request, deadlines, an engine's contract.
+
+They know no engine.
+"""
