@@ -87,12 +87,13 @@ class HostLinker(UnifiedCacheLinker):
             return -1
         with self._behind_compute():
             loads = self.host.load_together([(each.keys, each.blocks) for each in self._queued.values()])
+        self.layer_done_counter.loads = loads
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
-        return self.layer_done_counter.begin(loads)
+        return 0
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self.layer_done_counter.finish(counter_index)
+        return self.layer_done_counter.finish()
 
     # Offloads
 
