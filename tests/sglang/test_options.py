@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from connector.sglang.linker import pages
+from connector.sglang.linker import blocks_of
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from tests.sglang.engine import Engine, server_args
 from tests.sglang.models import KINDS, Model
@@ -86,9 +87,14 @@ def test_states_with_others_beside_them_are_refused(monkeypatch):
         Engine(args, KINDS["state"])
 
 
-def test_pages():
-    assert pages(torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]), 4) == [2, 0]
-    assert pages(torch.tensor([5, 3]), 1) == [5, 3]
+def test_blocks_are_pages_of_as_many_tokens_as_a_key_has_indices():
+    assert blocks(2, [8, 9, 10, 11, 0, 1, 2, 3]) == [2, 0]
+    assert blocks(2, [5, 3]) == [5, 3]
     for indices in ([8, 9, 11, 10], [6, 7, 8, 9], [8, 9, 10, 12]):
         with pytest.raises(MisuseError, match="whole pages of 4 tokens"):
-            pages(torch.tensor(indices), 4)
+            blocks(1, indices)
+
+
+def blocks(num_keys, indices):
+    keys = [f"{number:064x}" for number in range(num_keys)]
+    return blocks_of(PoolTransfer(PoolName.KV, device_indices=torch.tensor(indices), keys=keys))

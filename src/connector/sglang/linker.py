@@ -7,14 +7,14 @@
     offload     pages of a node of the tree are copied to the host; SGLang locks the node until that has ended
 
 Offloads are reported in their order, as SGLang takes them. SGLang does not say which page comes before the first of a
-node: what a node has is evicted from its end, and independently of other nodes.
+node: what a node has is evicted from its end, and independently of other nodes. Copies run behind what the stream of
+the forward has been given so far: that may still write, or read, these pages.
 """
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -32,11 +32,7 @@ logger = logging.getLogger(__name__)
 
 BYTES, POLICY = OPTIONS = ("host_bytes", "policy")  # in `linker_extra_config`
 
-
-class Queued(NamedTuple):
-    keys: list[bytes]
-    blocks: list[list[int]]  # of each group
-    lease: FoundKeys
+Pages = tuple[list[bytes], list[list[int]]]  # keys, and the blocks of each group
 
 
 class HostLinker(UnifiedCacheLinker):
@@ -48,46 +44,44 @@ class HostLinker(UnifiedCacheLinker):
             raise ConfigurationError(f'linker_extra_config needs {BYTES}, the host memory of a rank, such as "64GiB"')
         size = num_bytes(BYTES, extra_config[BYTES])
         self.pools, self.forward_stream = groups_of(params), forward_stream
-        self._page_tokens = {name: 1 if name == PoolName.MAMBA else params.page_size for name in self.pools}
         self.host = KeyedHostCache([*self.pools.values()], null_block=0, **{**extra_config, BYTES: size})
         self.layer_done_counter = LayerWaits()
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._ranks = Ranks(params)
-        self._queued: dict[str, Queued] = {}  # by request
+        self._queued: dict[str, tuple[Pages, FoundKeys]] = {}  # by request
         self._offloads = deque[CopyHandle]()
         logger.info("HostLinker keeps %s in %d bytes of each rank", ", ".join(self.pools), size)
 
     # Lookups and loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        keys = self._keys(transfers)
+        keys = keys_of(transfers)
         found = self.host.lookup(keys)
         self.host.release(found)
         longest = self._ranks.longest(found.lengths, len(keys))
         return [longest] if longest else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        keys = self._keys(transfers)
+        keys, _ = pages = self._pages(transfers)
         lease = self.host.lookup(keys)
-        if not self._ranks.longest([int(lease.longest == len(keys))], most=1):
+        if self._ranks.longest(lease.lengths, len(keys)) < len(keys):
             self.host.release(lease)
             return False  # a rank has evicted some of it: SGLang computes the request
-        self._queued[rid] = Queued(keys, self._blocks(transfers), lease)
+        self._queued[rid] = pages, lease
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
         queued = self._queued.pop(rid, None)
         if queued is not None:
-            self.host.release(queued.lease)
+            self.host.release(queued[1])
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
         if not self._queued:
             return -1
-        with self._behind_compute():
-            loads = self.host.load_together([(each.keys, each.blocks) for each in self._queued.values()])
-        self.layer_done_counter.loads = loads
+        with torch.cuda.stream(self.forward_stream):
+            self.layer_done_counter.loads = self.host.load_together([pages for pages, _ in self._queued.values()])
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         return 0
@@ -98,9 +92,9 @@ class HostLinker(UnifiedCacheLinker):
     # Offloads
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        blocks = self._blocks(transfers)
-        with self._behind_compute():
-            self._offloads.append(self.host.put(self._keys(transfers), blocks))
+        pages = self._pages(transfers)
+        with torch.cuda.stream(self.forward_stream):
+            self._offloads.append(self.host.put(*pages))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -112,33 +106,31 @@ class HostLinker(UnifiedCacheLinker):
     # The end
 
     def reset(self) -> None:
-        for rid in list(self._queued):
-            self.cancel_queued_load(rid)
         self.host.drain()
-        self.host.reset()
+        self.host.reset()  # leases end
+        self._queued.clear()
         self._offloads.clear()
 
     def close(self) -> None:
         self.host.close()
 
-    # Words of SGLang
-
-    def _behind_compute(self) -> AbstractContextManager[Any]:
-        """Copies run after what the forward has been given so far: it may still write, or read, these pages."""
-        return nullcontext() if self.forward_stream is None else torch.cuda.stream(self.forward_stream)
-
-    def _keys(self, transfers: Sequence[PoolTransfer]) -> list[bytes]:
-        return [*map(bytes.fromhex, next(each.keys for each in transfers if each.name == PoolName.KV))]
-
-    def _blocks(self, transfers: Sequence[PoolTransfer]) -> list[list[int]]:
-        indices = {each.name: each.device_indices for each in transfers}
-        return [pages(indices[name], tokens) if name in indices else [] for name, tokens in self._page_tokens.items()]
+    def _pages(self, transfers: Iterable[PoolTransfer]) -> Pages:
+        by_name = {each.name: each for each in transfers}
+        return keys_of(transfers), [blocks_of(by_name[name]) if name in by_name else [] for name in self.pools]
 
 
-def pages(indices: torch.Tensor, tokens: int) -> list[int]:
-    """The pages of SGLang's indices, which are those of their tokens. Raises MisuseError where one is not whole."""
-    rows = indices.to("cpu", torch.int64).reshape(-1, tokens)
-    firsts = rows[:, 0]
-    if not torch.equal(rows, firsts[:, None] + torch.arange(tokens)) or bool((firsts % tokens).any()):
-        raise MisuseError(f"indices of whole pages of {tokens} tokens are copied, got {indices.tolist()}")
-    return (firsts // tokens).tolist()
+def keys_of(transfers: Iterable[PoolTransfer]) -> list[bytes]:
+    """The keys of SGLang's pages, which are digests in hex."""
+    return [*map(bytes.fromhex, next(each.keys for each in transfers if each.name == PoolName.KV))]
+
+
+def blocks_of(transfer: PoolTransfer) -> list[int]:
+    """The pages, or slots of states, of a transfer, which has a key and the indices of all tokens of each. Raises
+    MisuseError where one is not whole.
+    """
+    rows = transfer.device_indices.to("cpu", torch.int64).reshape(len(transfer.keys), -1)
+    tokens = rows.shape[1]
+    blocks = rows[:, 0] // tokens
+    if not torch.equal(rows, blocks[:, None] * tokens + torch.arange(tokens)):
+        raise MisuseError(f"indices of whole pages of {tokens} tokens are copied, got {rows.tolist()}")
+    return blocks.tolist()
