@@ -1,6 +1,6 @@
 """HostLinker: the host cache behind SGLang's UnifiedRadixCache, which calls it in the thread of its scheduler.
 
-    lookup      which prefixes of these pages can be restored: the longest that all ranks have
+    lookup      which prefixes of these pages can be restored: the longest that all ranks have, or none, 0
     load        a request is promised such a prefix: it is leased, and queued        --cancelled-->  given up
     start       what is queued is loaded into pages that the request owns
     finish      behind the forward: whether the loads of a batch have ended well; if not, SGLang aborts its requests
@@ -59,8 +59,7 @@ class HostLinker(UnifiedCacheLinker):
         keys = keys_of(transfers)
         found = self.host.lookup(keys)
         self.host.release(found)
-        longest = self._ranks.longest(found.lengths, len(keys))
-        return [longest] if longest else []
+        return [self._ranks.longest(found.lengths, len(keys))]
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         keys, _ = pages = self._pages(transfers)
