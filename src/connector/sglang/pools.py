@@ -7,38 +7,29 @@
 KV of another shape is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.memory_pool import (
-    HybridLinearKVPool,
-    HybridReqToTokenPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-)
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from cpu_prefix_cache import ConfigurationError, KVGroup, Prefix, State, Window
 from cpu_prefix_cache.copying import Part, Role, blocks_first
-
-Layers = Mapping[int, int]  # the places of layers in the lists of a pool
 
 
 def groups_of(params: Any) -> dict[PoolName, KVGroup]:
     """All that pages consist of, from SGLang's CacheInitParams. Raises ConfigurationError for what is kept by none."""
     _check(params)
-    page, states = params.page_size, params.req_to_token_pool
-    parts = {
-        name: [*_attention(pool, layers, page)]
-        for name, (pool, layers) in _pools(params.token_to_kv_pool_allocator.get_kvcache()).items()
-    }
+    page, kv = params.page_size, params.token_to_kv_pool_allocator.get_kvcache()
+    parts = {name: [*_attention(pool, layers, page)] for name, (pool, layers) in _pools(kv).items()}
     groups: dict[PoolName, KVGroup] = {PoolName.KV: Prefix(parts[PoolName.KV], block_tokens=page)}
     if PoolName.SWA in parts:
         tokens = -(-params.swa_retain_window // page) * page  # SGLang restores these before the token it computes
         groups[PoolName.SWA] = Window(parts[PoolName.SWA], block_tokens=page, window_tokens=tokens + 1)
-    if isinstance(states, HybridReqToTokenPool):
-        groups[PoolName.MAMBA] = State([*_states(states)], block_tokens=page)
+    if ComponentType.MAMBA in params.tree_components:
+        groups[PoolName.MAMBA] = State([*_states(params.req_to_token_pool)], block_tokens=page)
     return groups
 
 
@@ -49,14 +40,15 @@ def _check(params: Any) -> None:
         "pipeline parallelism": params.pp_size > 1,
         "context parallelism": params.attn_cp_size > 1 or page != params.page_size,
         "a drafter's KV": any(drafts),
-        "states in int8 or with others beside them": isinstance(states, HybridReqToTokenPool)
+        "states in int8 or with others beside them": ComponentType.MAMBA in params.tree_components
         and (states.mamba_ckpt_pool is not None or states.short_conv_pool.enabled or states.ngram_pool.enabled),
     }
     for what in (what for what, is_refused in refused.items() if is_refused):
         raise ConfigurationError(f"HostLinker does not keep pages with {what}: serve without it, or without HostLinker")
 
 
-def _pools(kv: Any) -> dict[PoolName, tuple[Any, Layers]]:
+def _pools(kv: Any) -> dict[PoolName, tuple[Any, dict[int, int]]]:
+    """The pools of attention, each with the places of its layers in the lists that it has."""
     if type(kv) is SWAKVPool:
         full = {layer: at for layer, (at, is_window) in kv.layers_mapping.items() if not is_window}
         windows = {layer: at for layer, (at, is_window) in kv.layers_mapping.items() if is_window}
@@ -66,7 +58,7 @@ def _pools(kv: Any) -> dict[PoolName, tuple[Any, Layers]]:
     return {PoolName.KV: (kv, {layer: layer for layer in range(kv.layer_num)})}
 
 
-def _attention(pool: Any, layers: Layers, page: int) -> Iterator[Part]:
+def _attention(pool: Any, layers: dict[int, int], page: int) -> Iterator[Part]:
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.k_scale_buffer is None:
         buffers = {Role.KEY: pool.k_buffer, Role.VALUE: pool.v_buffer}
     elif type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None:
@@ -81,7 +73,7 @@ def _attention(pool: Any, layers: Layers, page: int) -> Iterator[Part]:
             yield blocks_first(layer, role, of_layers[at].unflatten(0, (-1, page)))
 
 
-def _states(requests: HybridReqToTokenPool) -> Iterator[Part]:
+def _states(requests: Any) -> Iterator[Part]:
     cache = requests.mamba_pool.mamba_cache
     for layer, at in requests.mamba_map.items():
         yield blocks_first(layer, Role.STATE, cache.temporal[at])
