@@ -5,7 +5,8 @@
     release(found)
     load(keys, blocks)    ->  LoadHandle    an event for each layer; load_together for what one forward waits for
 
-A key is that of a full chunk and of all before it. `blocks` has a list for each group, of the last of the keys:
+A key is that of a full chunk and of all before it; `keys` are those of chunks that follow each other in one prompt.
+`blocks` has a list for each group, of the last of the keys:
 
     put([k0, k1, k2, k3], [[7, 9, 4, 1], [1]])      attention of all four keys, a state of the last
     put([k0, k1, k2, k3], [[4, 1], []])             of the last two keys; the others tell what comes before them

@@ -22,7 +22,7 @@ from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.keyed.given import Given, GivenBlocks
 from cpu_prefix_cache.keyed.key_planner import KeyPlanner
 from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
-from cpu_prefix_cache.keyed.stretches import Nodes, ends, presence, whole
+from cpu_prefix_cache.keyed.stretches import Nodes, ends, holders, presence, whole
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.options import USUAL_OPTIONS
 from cpu_prefix_cache.messages.plan import GroupCopy, RankReport, StepPlan
@@ -160,8 +160,8 @@ class KeyedCache:
 
     def _keep(self, found: FoundKeys, chunks: Sequence[Nodes], sides: Sequence[Sequence[Nodes]]) -> None:
         for number, pool in enumerate(self._pools):
-            kept = [node for _, node in ends(pool, chunks[number][: found.longest])]
-            kept += [node for each in sides for node in each[number][: found.longest] if node is not None]
+            beside = [node for each in sides for node in each[number][: found.longest]]
+            kept = holders(pool, chunks[number][: found.longest], beside)
             if kept:
                 found.pins.append((pool, pool.pin(*kept)))
                 self._leases.add(found)
@@ -205,10 +205,11 @@ class KeyedCache:
         sides = whole([side for at, last in wanted for side in self.pool.find_all(self.planner.side_keys(last, at))])
         if self.is_off or chunks is None or sides is None:
             return False
-        self._use(chunks, sides, now)
+        of_sides = max((last for _, last in wanted), key=len, default=keys[:0])
+        self._use(chunks or self.pool.find_all(of_sides), sides, now)
         rest, begin = iter(sides), 0
         copies = [self._side_copy(at, [*islice(rest, len(last))], load.blocks) for at, last in wanted]
-        for end, deepest in ends(self.pool, chunks):
+        for end, deepest in reversed([*ends(self.pool, chunks)]):
             copies += self._chunk_copies(chunks[begin:end], begin, load.blocks)
             above = keys[first + begin - 1] if first + begin else None
             chain = Chain(above, keys[first + begin : first + end])
@@ -243,11 +244,8 @@ class KeyedCache:
         return GroupCopy(at, tuple(host), tuple(blocks.by_group[at]))
 
     def _use(self, chunks: Nodes, sides: Sequence[int], now: float) -> None:
-        """Use these chunks once, or those that the sides alone hang below, and the sides. What comes first in a prompt
-        is evicted last.
-        """
-        chunks = chunks or [*dict.fromkeys(map(self.pool.parent, sides))]
-        for _, chunk in reversed([*ends(self.pool, chunks)]):
+        """Use these chunks once, and the sides. What comes first in a prompt is evicted last."""
+        for _, chunk in ends(self.pool, chunks):
             path = self.pool.path(chunk, self.pool.depth(chunk))
             self.pool.touch(chunk, [key for key in map(self.pool.key, path) if key is not None], now)
         self.pool.use_beside(sides)

@@ -1,19 +1,29 @@
-"""Stretches of the nodes that some keys have in a pool, in their order: those that hang one below the other."""
+"""Stretches of the nodes that some keys of a prompt have in a pool: those that hang one below the other."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
-Nodes = Sequence[int | None]  # of some keys in a pool: None where it has none
+Nodes = Sequence[int | None]  # of keys that follow each other, in a pool: None where it has none
 
 
 def ends(pool: BlockPool, nodes: Nodes) -> Iterator[tuple[int, int]]:
-    """Where each stretch ends, and its last node. A pin on that holds all of it."""
-    parent = pool.parent
-    for at, (node, after) in enumerate(pairwise((*nodes, None)), 1):
-        if node is not None and (after is None or parent(after) != node):
+    """Where each stretch ends, and its last node, from the last stretch to the first: it is as long as that is deep. A
+    pin on the node holds all of the stretch. O(stretches and missing nodes).
+    """
+    at = len(nodes)
+    while at > 0:
+        node = nodes[at - 1]
+        if node is None:
+            at -= 1
+        else:
             yield at, node
+            at -= pool.depth(node)
+
+
+def holders(pool: BlockPool, chunks: Nodes, sides: Nodes) -> list[int]:
+    """The nodes that hold all of these if they are pinned."""
+    return [node for _, node in ends(pool, chunks)] + [node for node in sides if node is not None]
 
 
 def whole(nodes: Nodes) -> list[int] | None:

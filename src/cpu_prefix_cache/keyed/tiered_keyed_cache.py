@@ -15,7 +15,7 @@ from cpu_prefix_cache.keyed.given import Given
 from cpu_prefix_cache.keyed.key_planner import KeyPlanner
 from cpu_prefix_cache.keyed.keyed_cache import KeyedCache
 from cpu_prefix_cache.keyed.keyed_load import KeyedLoad
-from cpu_prefix_cache.keyed.stretches import Nodes, ends, presence
+from cpu_prefix_cache.keyed.stretches import Nodes, ends, holders, presence
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import RankReport
@@ -107,7 +107,8 @@ class TieredKeyedCache(KeyedCache):
 
     def _hold(self, load: KeyedLoad) -> None:
         """Keep what the host has of it by now."""
-        before, kept = load.pin, [node for _, node in ends(self.pool, self.pool.find_all(self._names(load)))]
+        before, nodes, chunks = load.pin, self.pool.find_all(self._names(load)), len(load.keys) - self._topmost(load)
+        kept = holders(self.pool, nodes[:chunks], nodes[chunks:])
         load.pin = self.pool.pin(*kept) if kept else None
         self.pool.unpin(before)
 
@@ -136,7 +137,7 @@ class TieredKeyedCache(KeyedCache):
             yield chain
             return
         above, begin = chain.parent_key, 0
-        for end, _ in ends(self.below.pool, self.below.pool.find_all(chain.keys)):
+        for end, _ in reversed([*ends(self.below.pool, self.below.pool.find_all(chain.keys))]):
             while begin < end:
                 part = chain.keys[begin : min(end, begin + self.below.slice_chunks)]
                 yield Chain(above, part)
