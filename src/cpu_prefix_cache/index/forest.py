@@ -80,10 +80,10 @@ class Forest:
         """The block of the chunk with this key, or NONE."""
         return self._shards[key[0]].get(key, NONE)
 
-    def find_all(self, keys: Iterable[bytes]) -> list[int]:
-        """`find` of each key."""
+    def find_all(self, keys: Iterable[bytes]) -> list[int | None]:
+        """The block of each key, or None."""
         shards = self._shards
-        return [shards[key[0]].get(key, NONE) for key in keys]
+        return [shards[key[0]].get(key) for key in keys]
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of chunks that are here, in `keys[start:stop]`; all of `keys[:start]` is taken to be.

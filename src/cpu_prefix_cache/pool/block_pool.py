@@ -151,8 +151,11 @@ class BlockPool:
 
     def find_all(self, keys: Iterable[bytes]) -> list[int | None]:
         """`find` of each key."""
-        places, state = self._forest.find_all(keys), self._nodes.state
-        return [None if node == NONE or state[node] == ABSENT else node for node in places]
+        places = self._forest.find_all(keys)
+        if not self._nodes.num_absent:
+            return places
+        state = self._nodes.state
+        return [None if node is None or state[node] == ABSENT else node for node in places]
 
     def place(self, key: bytes) -> int | None:
         """The node with this key, cached or absent."""
@@ -166,10 +169,10 @@ class BlockPool:
     def split(self, keys: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
         """The cached nodes that have some of these keys, and the other keys; both in order."""
         places, state = self._forest.find_all(keys), self._nodes.state
-        cached = [node for node in places if node != NONE and state[node] == CACHED]
+        cached = [node for node in places if node is not None and state[node] == CACHED]
         if not cached:
             return cached, [*keys]
-        return cached, [key for key, node in zip(keys, places, strict=True) if node == NONE or state[node] == ABSENT]
+        return cached, [key for key, node in zip(keys, places, strict=True) if node is None or state[node] == ABSENT]
 
     def resident_run(self, keys: Sequence[bytes], start: int, stop: int) -> int:
         """The end of the run of cached chunks in `keys[start:stop]`. O(log n), because prefixes are closed (rule 3).
