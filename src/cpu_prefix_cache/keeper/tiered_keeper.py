@@ -27,8 +27,6 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.transfers import StoreTransfer
 from cpu_prefix_cache.tiers.promotions import Promotions, Want
 from cpu_prefix_cache.tiers.tier_cache import TierCache
-from cpu_prefix_cache.tiers.time_saved import Candidate, best
-from cpu_prefix_cache.tiers.trials import Trials
 
 ROOM_SECONDS = 0.02  # after which it is seen whether the pool has room again for a read that found none
 
@@ -53,8 +51,7 @@ class TieredKeeper(Keeper):
         self.below = TierCache(planner, self._pool, replace(options, offload="eager"), USUAL_OPTIONS, ranks=1)
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._waiting: dict[tuple[int, int], _Waiting] = {}  # by engine and number
-        self._asked = self._late = self._declined = 0
-        self._trials, self._now = Trials(), 0.0
+        self._late = 0
         self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
     # Questions that wait
@@ -81,56 +78,35 @@ class TieredKeeper(Keeper):
         path_of(names, self.below.pool)
         here = depth * self.planner.grid_tokens
         request = Request((engine, id), names, len(names) * self.planner.grid_tokens + 1)
-        unknown_until = self._unknown_until(request, here, waiting) if self.below.is_queried else None
+        prefill, queue_bytes = self._prefill(waiting), self._promotions.queue_bytes
+        unknown_until = self._promotions.unknown_until(request, here, here, prefill, queue_bytes)
         if unknown_until is not None:
             waiting.deadline = unknown_until
             return True
-        chosen = self._worth_it(request, here, waiting)
-        if chosen is None:
+        want = self._promotions.want(request, here, here, prefill)
+        if want is None or want.is_over:
             return False
-        self._step_at = self._now
-        deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
-        waiting.deadline = min(deadline, self._now + MOST_MICROSECONDS * MICROSECOND)
-        waiting.want = self._promotions.note(request, chosen, here, waiting.deadline)
-        self._asked += 1
+        self._step_at = self.below.now
+        waiting.deadline = want.deadline = min(want.deadline, self.below.now + MOST_MICROSECONDS * MICROSECOND)
+        waiting.want = want
         return True
 
-    def _unknown_until(self, request: Request, here: int, waiting: _Waiting) -> float | None:
-        """Time until which it is not known what a store has of a request. None: it is, or could save no time."""
-        most = self._promotions.most(request, here)
-        is_worth_asking = self._best([most], waiting) is not None or self._trials.is_due(self._now)
-        return self.below.awaited(request, here) if is_worth_asking else None
-
-    def _worth_it(self, request: Request, here: int, waiting: _Waiting) -> Candidate | None:
-        """How far to read for a request, where that saves time. Now and then a little, to measure the rate again."""
-        candidates = self._promotions.reachable(request, here, here)
-        chosen = self._best(candidates, waiting)
-        saves = chosen is not None
-        if chosen is None and self._trials.is_due(self._now):
-            trial = self._promotions.candidates(request, here, here, self._promotions.trial_budget)
-            chosen = next(iter(trial), None)
-        self._declined += bool(candidates) and chosen is None
-        if chosen is not None:
-            self._trials.read(self._now, saves=saves)
-        return chosen
-
-    def _best(self, candidates: Sequence[Candidate], waiting: _Waiting) -> Candidate | None:
+    def _prefill(self, waiting: _Waiting) -> float | None:
+        """Tokens a second that the engine computes, as it says."""
         chunk = waiting.chunk_nanoseconds
-        prefill = self.planner.grid_tokens * 1e9 / chunk if chunk else None
-        queue = self._promotions.queue_bytes
-        return best(candidates, prefill=prefill, rate=self.below.load_rate, queue_bytes=queue)
+        return self.planner.grid_tokens * 1e9 / chunk if chunk else None
 
     def step(self) -> Iterator[tuple[int, int, Leased | Pending | None]]:
         """Read on. Questions that are answered now, or wait anew, each with its engine and its number: None for one
         that no engine must ask.
         """
-        if self._now < self._step_at:
+        if self.below.now < self._step_at:
             return
         self._advance()
-        self._step_at = self._now + ROOM_SECONDS
+        self._step_at = self.below.now + ROOM_SECONDS
         for (engine, id), waiting in list(self._waiting.items()):
             is_over = not self.below.is_asked((engine, id)) if waiting.want is None else waiting.want.is_over
-            if is_over or self._now >= waiting.deadline:
+            if is_over or self.below.now >= waiting.deadline:
                 yield engine, id, self._again(engine, id)
         self._step_at = min((self._step_at, *(each.deadline for each in self._waiting.values())))
 
@@ -155,18 +131,18 @@ class TieredKeeper(Keeper):
         may_read = True
         for (engine, _), waiting in self._waiting.items():
             want = waiting.want
-            if want is None or want.is_over or self._now >= want.deadline:
+            if want is None or want.is_over or self.below.now >= want.deadline:
                 continue
             if may_read or want.has_begun:
                 self._policy.serve(engine)
-                may_read = self._promotions.advance(want, may_read, self._now)
+                may_read = self._promotions.advance(want, may_read)
 
     def _end(self, question: tuple[int, int], waiting: _Waiting) -> None:
         """Nobody waits for it any more. Others find room where what was read for it is."""
         self.below.admitted(question)
         if waiting.want is not None:
             self._promotions.end(waiting.want)
-            self._step_at = self._now
+            self._step_at = self.below.now
 
     def release(self, engine: int, id: int) -> None:
         if (engine, id) in self._waiting:
@@ -184,7 +160,6 @@ class TieredKeeper(Keeper):
 
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds."""
-        self._now = now
         self.below.passed(now)
 
     def plan_below(self) -> TierPlan:
@@ -193,17 +168,17 @@ class TieredKeeper(Keeper):
     def report_below(self, report: TierReport) -> None:
         """The tier has finished transfers, or a store has answered."""
         if report.told:
-            self._step_at = self._now
+            self._step_at = self.below.now
         for ended, load in self.below.report(report):
             _, want, _ = self._promotions.slices[load.owner]
             self._policy.serve(cast(tuple[int, int], want.request.id)[0])
             self._committed(self._promotions.ended(ended, load))
-            self._step_at = self._now
+            self._step_at = self.below.now
 
     def tier_statistics(self) -> TierStatistics:
         """O(pins)."""
         below = self.below.tier_statistics()
-        return replace(below, asked=self._asked, late=self._late, declined=self._declined)
+        return replace(below, asked=self._promotions.asked, late=self._late, declined=self._promotions.declined)
 
     @property
     def is_awaited(self) -> bool:

@@ -1,5 +1,8 @@
 """Promotions: what a tier has of some prompts is read into the host pool, chunks in slices, then the checkpoint.
 
+A prompt is read as far as saves most time (`time_saved.py`); where nothing does, now and then a little, as a trial
+(`trials.py`).
+
 A want is a wish and no state of its own: how far it is, each step reads from the pools and the ledger. What the host
 has of it already is kept there by a pin, its lease, until whoever wants it ends it.
 
@@ -7,8 +10,10 @@ has of it already is kept there by a pin, its lease, until whoever wants it ends
                `--- nobody waits any more --------^
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from cpu_prefix_cache.messages.next_use import usable_next_use
@@ -20,12 +25,14 @@ from cpu_prefix_cache.offload.transfers import LoadTransfer, Promotion, StoreTra
 from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator
 from cpu_prefix_cache.tiers.tier_cache import TierCache
-from cpu_prefix_cache.tiers.time_saved import Candidate
+from cpu_prefix_cache.tiers.time_saved import Candidate, best
+from cpu_prefix_cache.tiers.trials import Trials
 
 PROMOTED_SHARE = 4  # at most this part of the host is promoted and not admitted yet
 MOST_CANDIDATES = 8  # checkpoints above one another, from the deepest on
 # So much of a prompt is read where the rate is not known, or seems too low: enough to measure it (`slab/meter.py`).
 TRIAL_BYTES = 256 << 20
+NEVER = math.inf  # the deadline of a want until its request is looked up
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +56,16 @@ class Want:
 
 
 class Promotions:
-    """From the tier `below` into the pool of `coordinator`, by its `edge`."""
+    """From the tier `below` into the pool of `coordinator`, by its `edge`.
+
+    The host has a request up to `host_end`, and up to token `least` nothing is read for it. It is computed at the rate
+    `prefill`, in tokens a second, if that is known.
+    """
 
     def __init__(self, coordinator: KVCacheCoordinator, edge: Edge, below: TierCache) -> None:
         self._coordinator, self._edge, self._below = coordinator, edge, below
+        self._trials = Trials()
+        self.asked = self.declined = 0  # requests that wait for the tier, and those that computing serves sooner
         self._planner, self._pool = coordinator.planner, coordinator.pool
         width = self._planner.host_blocks_per_chunk
         self.open: dict[Want, None] = {}  # those that are not ended, in the order in which they came
@@ -60,7 +73,7 @@ class Promotions:
         self.unread = 0  # bytes that wants which are not over have still to ask for
         self._promoted = 0  # blocks: of these, and of what has landed for wants that are open
         self.budget = max(width, self._pool.capacity // PROMOTED_SHARE)  # blocks
-        self.trial_budget = min(self.budget, max(width, TRIAL_BYTES // self._planner.host_block_bytes))
+        self._trial_budget = min(self.budget, max(width, TRIAL_BYTES // self._planner.host_block_bytes))
 
     # Looking
 
@@ -74,28 +87,39 @@ class Promotions:
         """Whether more may be promoted than is wanted already."""
         return self._promoted + self.unread // self._planner.host_block_bytes < self.budget
 
-    def deadline(self, now: float, num_bytes: int) -> float:
-        """When so many bytes should have been read, twice over."""
-        return now + 2 * self._below.seconds_to_read(num_bytes) + PENDING_GRACE_SECONDS
+    def unknown_until(
+        self, request: Request, host_end: int, least: int, prefill: float | None, queue_bytes: int
+    ) -> float | None:
+        """Time until which it is not known what a store has of a request. None: it is, or could save no time."""
+        most = self._most(request, host_end)
+        if most.boundary <= least:
+            return None
+        is_worth_asking = self._best([most], prefill, queue_bytes) is not None or self._trials.is_due(self._below.now)
+        return self._below.awaited(request, host_end) if is_worth_asking else None
 
-    def most(self, request: Request, host_end: int) -> Candidate:
-        """All that a tier could bring of this request, if it has all of it. The host has it up to `host_end`."""
+    def chosen_early(self, request: Request, host_end: int, least: int, prefill: float | None) -> Candidate | None:
+        """How far to read for a request that has not been looked up yet, so that nobody waits for it."""
+        return self._best(self._reachable(request, host_end, least), prefill, queue_bytes=0)
+
+    def _best(self, candidates: Sequence[Candidate], prefill: float | None, queue_bytes: int) -> Candidate | None:
+        return best(candidates, prefill=prefill, rate=self._below.load_rate, queue_bytes=queue_bytes)
+
+    def _most(self, request: Request, host_end: int) -> Candidate:
+        """All that a tier could bring of this request, if it has all of it."""
         grid, planner = self._planner.grid_tokens, self._planner
         end = planner.resumable_chunks(planner.findable_chunks(request.num_tokens)) * grid
         blocks = (end // grid - host_end // grid) * planner.host_blocks_per_chunk
         return Candidate(end, end - host_end, blocks * planner.host_block_bytes)
 
-    def reachable(self, request: Request, host_end: int, least: int) -> list[Candidate]:
+    def _reachable(self, request: Request, host_end: int, least: int) -> list[Candidate]:
         """Where the tier could bring this request. Of a tier whose rate is not known, little is read at once."""
         if not self._below.can_be_read:
             return []
-        budget = self.trial_budget if self._below.load_rate is None else self.budget
-        return self.candidates(request, host_end, least, budget)
+        budget = self._trial_budget if self._below.load_rate is None else self.budget
+        return self._candidates(request, host_end, least, budget)
 
-    def candidates(self, request: Request, host_end: int, least: int, budget: int) -> list[Candidate]:
-        """Where the tier could bring this request beyond token `least`, the deepest first, as far as it fits into
-        `budget` blocks. The host has it up to `host_end`.
-        """
+    def _candidates(self, request: Request, host_end: int, least: int, budget: int) -> list[Candidate]:
+        """Where the tier could bring this request, the deepest first, as far as it fits into `budget` blocks."""
         keys, grid, lower = request.keys, self._planner.grid_tokens, self._below.coordinator
         width = self._planner.host_blocks_per_chunk
         boundary = lower.longest_boundary(keys, host_end, request.num_tokens)
@@ -115,13 +139,45 @@ class Promotions:
 
     # Wants
 
-    def note(
-        self, request: Request, chosen: Candidate, host_end: int, deadline: float, *, is_hint: bool = False
-    ) -> Want:
-        """For a hint nobody waits, so its bytes do not count as those before others."""
+    def want(self, request: Request, host_end: int, least: int, prefill: float | None) -> Want | None:
+        """Note what to read for a request that is looked up; where reading saves no time, the want is over. None: the
+        tier has no more of it than the host.
+        """
+        candidates, now = self._reachable(request, host_end, least), self._below.now
+        if not candidates:
+            return None
+        chosen = self._best(candidates, prefill, self.queue_bytes)
+        if chosen is not None:
+            self._trials.saves(now)
+        elif self._trials.is_due(now):
+            chosen = next(iter(self._candidates(request, host_end, least, self._trial_budget)), None)
+            if chosen is not None:
+                self._trials.tries(now)
+        if chosen is None:
+            self.declined += 1
+            return Want(request, 0, 0, host_end, now, is_over=True)
+        want = self._note(request, chosen, host_end)
+        self.begin_deadline(want)
+        return want
+
+    def want_early(self, request: Request, chosen: Candidate, host_end: int, *, is_hint: bool = False) -> Want:
+        """Note what was `chosen_early`. For a hint nobody waits, so its bytes do not count as those before others."""
+        self._trials.saves(self._below.now)
+        return self._note(request, chosen, host_end, is_hint=is_hint)
+
+    def begin_deadline(self, want: Want) -> None:
+        """A request is looked up. It waits for what is read before it, too, although computing it may take less: others
+        want the GPU as well.
+        """
+        self.asked += 1
+        before = takewhile(lambda each: each is not want, self.open)
+        num_bytes = self._below.queue_bytes + want.unread + sum(each.unread for each in before)
+        want.deadline = self._below.now + 2 * self._below.seconds_to_read(num_bytes) + PENDING_GRACE_SECONDS
+
+    def _note(self, request: Request, chosen: Candidate, host_end: int, *, is_hint: bool = False) -> Want:
         depth = self._planner.chunks_to_resume(chosen.boundary // self._planner.grid_tokens)
         unread = 0 if is_hint else chosen.num_bytes
-        want = Want(request, depth, depth, host_end, deadline, unread=unread, is_hint=is_hint)
+        want = Want(request, depth, depth, host_end, NEVER, unread=unread, is_hint=is_hint)
         self.open[want] = None
         self.unread += want.unread
         return want
@@ -141,11 +197,11 @@ class Promotions:
         self.unread -= want.unread
         want.unread = 0
 
-    def advance(self, want: Want, may_read: bool, now: float) -> bool:
+    def advance(self, want: Want, may_read: bool) -> bool:
         """Keep what the host has of it by now, and read more. Whether those that came later may read, too: this one
         does not lack room.
         """
-        self._begin(want, now)
+        self._begin(want)
         keys = want.request.keys
         resident = self._pool.resident_run(keys, 0, want.stop)
         self._keep(want, resident)
@@ -189,7 +245,7 @@ class Promotions:
 
     # Details
 
-    def _begin(self, want: Want, now: float) -> None:
+    def _begin(self, want: Want) -> None:
         """The request uses what the tier has of it, once; an expected one uses it when it comes."""
         if not want.has_begun:
             want.has_begun = True
@@ -198,7 +254,7 @@ class Promotions:
             request = want.request
             deepest = self._below.pool.find(request.keys[want.stop - 1])
             next_use = usable_next_use(request.next_use)
-            self._below.pool.touch(deepest, request.keys, now, request.num_tokens, next_use)
+            self._below.pool.touch(deepest, request.keys, self._below.now, request.num_tokens, next_use)
 
     def _read_checkpoint(self, want: Want, may_read: bool) -> tuple[bool, bool]:
         """Read its checkpoint, if that is not here. Whether there was room for it, and whether it is still to come."""

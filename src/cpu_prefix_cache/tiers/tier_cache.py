@@ -117,10 +117,9 @@ class TierCache:
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
-        self.is_queried = options.ask_seconds is not None  # a store that others write, too
         self._questions = StoreQuestions(self.coordinator, self._take, self._answered, options.ask_seconds)
         self._unanswered_in_a_row = self._learned = 0
-        self._now = 0.0
+        self.now = 0.0
         self._refused = 0
 
     # Questions
@@ -142,13 +141,13 @@ class TierCache:
     @property
     def _hangs(self) -> bool:
         oldest = next(iter(self.edge.ledger.loads.values()), None)
-        return oldest is not None and self._now >= oldest.deadline + STALL_SECONDS
+        return oldest is not None and self.now >= oldest.deadline + STALL_SECONDS
 
     def awaited(self, request: Request, host_end: int) -> float | None:
         """Until when it is not known what the tier has of this request beyond token `host_end`. None: it is."""
         if not self.can_be_read:
             return None
-        return self._questions.awaited(request, host_end, self._now)
+        return self._questions.awaited(request, host_end, self.now)
 
     def is_asked(self, id: Hashable) -> bool:
         """Whether that is not known yet of a request for which it was awaited."""
@@ -192,7 +191,7 @@ class TierCache:
 
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds: a pause may be over."""
-        self._now = now
+        self.now = now
         self._questions.passed(now)
         has_paused = self._paused_at is not None and now >= self._paused_at + self._pause_seconds
         if has_paused and self._questions.is_back(now):
@@ -238,7 +237,7 @@ class TierCache:
             here if len(here) == len(sources) else (),
             copies,
             host_blocks,
-            self._now,
+            self.now,
         )
 
     def plan(self) -> TierPlan:
@@ -351,10 +350,10 @@ class TierCache:
         numbers = FAILURES_IN_A_ROW, self._pause_seconds
         if direction is Direction.LOAD:
             logger.error("the tier has failed %d times in a row: it is left alone for %.0f s", *numbers)
-            self.edge.is_off, self._paused_at = True, self._now
+            self.edge.is_off, self._paused_at = True, self.now
         elif not self.demotion.is_failing:
             logger.error("%d writes to the tier have failed in a row: for %.0f s it is only read", *numbers)
-            self.demotion.is_failing, self._failing_since = True, self._now
+            self.demotion.is_failing, self._failing_since = True, self.now
 
     def _labelled(self, plan: TransferPlan) -> TransferPlan:
         transfer = self.edge.ledger.get(plan.id)

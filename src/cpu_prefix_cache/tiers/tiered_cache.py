@@ -26,11 +26,9 @@ some time after the deadline.
 The host declines nothing, because what it declines never reaches the tier; only the tier may decline.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from cpu_prefix_cache.messages.next_use import usable_next_use
@@ -47,16 +45,12 @@ from cpu_prefix_cache.offload.engine_steps import USUAL_ENGINE, EngineTraits
 from cpu_prefix_cache.offload.transfers import StoreTransfer
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
 from cpu_prefix_cache.tiers.expected import Expected
-from cpu_prefix_cache.tiers.promotions import Promotions, Want
+from cpu_prefix_cache.tiers.promotions import NEVER, Promotions, Want
 from cpu_prefix_cache.tiers.questions import REMEMBERED_SECONDS
 from cpu_prefix_cache.tiers.tier_cache import TierCache
-from cpu_prefix_cache.tiers.time_saved import Candidate, best
-from cpu_prefix_cache.tiers.trials import Trials
+from cpu_prefix_cache.tiers.time_saved import Candidate
 
 LEASE_SECONDS = 1.0  # beyond the deadline: some steps of an engine whose device is full
-
-
-NEVER = math.inf  # the deadline of a want until its request is looked up
 
 
 class TieredCache(CPUPrefixCache):
@@ -97,9 +91,7 @@ class TieredCache(CPUPrefixCache):
         self._promotions = Promotions(self.coordinator, self.edge, self.below)
         self._expected = Expected(self._promotions.budget)
         self._ahead: Want | None = None  # of the first expected prompt
-        self._trials = Trials()
-        self._now = 0.0
-        self._tier_hit_tokens = self._asked = self._late = self._declined = self._read_ahead = 0
+        self._tier_hit_tokens = self._late = self._read_ahead = 0
 
     # Questions
 
@@ -109,7 +101,7 @@ class TieredCache(CPUPrefixCache):
         self._queued.pop(request.id, None)
         want = self._wants.get(request.id)
         if want is not None and want.deadline == NEVER:
-            self._begin_deadline(want)
+            self._promotions.begin_deadline(want)
         answer = super().lookup(request, n0, now)
         if isinstance(answer, Pending) or self.is_off:
             return answer
@@ -118,8 +110,11 @@ class TieredCache(CPUPrefixCache):
             unknown_until = self._unknown_until(request, n0, host_end, self._promotions.queue_bytes)
             if unknown_until is not None:
                 return Pending(unknown_until)
-            want = self._new_want(request, n0, host_end)
-        if want is None or want.is_over:
+            want = self._promotions.want(request, host_end, self._least(n0), self._prefill)
+            if want is None:
+                return answer
+            self._wants[request.id] = want
+        if want.is_over:
             return answer
         if now < want.deadline:
             return Pending(want.deadline)
@@ -129,47 +124,11 @@ class TieredCache(CPUPrefixCache):
 
     def _unknown_until(self, request: Request, n0: int, host_end: int, queue_bytes: int) -> float | None:
         """Time until which this request waits for the tier's answer. None where it is known, or could save no time."""
-        most = self._promotions.most(request, host_end)
-        if most.boundary < n0 + max(1, self.min_load_tokens):
-            return None
-        is_best = self._best([most], queue_bytes) is not None
-        return self.below.awaited(request, host_end) if is_best or self._trials.is_due(self._now) else None
+        return self._promotions.unknown_until(request, host_end, self._least(n0), self._prefill, queue_bytes)
 
-    def _best(self, candidates: Sequence[Candidate], queue_bytes: int) -> Candidate | None:
-        prefill, rate = self.edge.break_even.prefill_tokens_per_second, self.below.load_rate
-        return best(candidates, prefill=prefill, rate=rate, queue_bytes=queue_bytes)
-
-    def _new_want(self, request: Request, n0: int, host_end: int) -> Want | None:
-        candidates = self._reachable(request, n0, host_end)
-        if not candidates:
-            return None
-        chosen = self._best(candidates, self._promotions.queue_bytes)
-        saves = chosen is not None
-        if chosen is None and self._trials.is_due(self._now):
-            least, budget = self._least(n0), self._promotions.trial_budget
-            chosen = next(iter(self._promotions.candidates(request, host_end, least, budget)), None)
-        if chosen is None:
-            self._declined += 1
-            self._wants[request.id] = want = Want(request, 0, 0, host_end, self._now, is_over=True)
-            return want
-        self._asked += 1
-        deadline = self._promotions.deadline(self._now, self._promotions.queue_bytes + chosen.num_bytes)
-        return self._noted(request, chosen, host_end, deadline, saves=saves)
-
-    def _noted(
-        self,
-        request: Request,
-        chosen: Candidate,
-        host_end: int,
-        deadline: float,
-        *,
-        saves: bool = True,
-        is_hint: bool = False,
-    ) -> Want:
-        self._trials.read(self._now, saves=saves)
-        want = self._promotions.note(request, chosen, host_end, deadline, is_hint=is_hint)
-        self._wants[request.id] = want
-        return want
+    @property
+    def _prefill(self) -> float | None:
+        return self.edge.break_even.prefill_tokens_per_second
 
     def _want_queued(self) -> None:
         """Note wants of queued requests, first come, first served, as far as there is room."""
@@ -181,23 +140,24 @@ class TieredCache(CPUPrefixCache):
             del self._queued[request.id]
             chosen, host_end = early
             if chosen is not None:
-                self._noted(request, chosen, host_end, NEVER)
+                self._wants[request.id] = self._promotions.want_early(request, chosen, host_end)
 
     def _want_expected(self) -> None:
         """Note a want of the first expected prompt if no request waits for the tier; else end it, to begin again."""
         if not self._expected and self._ahead is None:
             return
-        first, ahead = self._expected.first(self._now), self._ahead
+        first, ahead = self._expected.first(self.below.now), self._ahead
         is_needed = bool(self._queued) or any(not want.is_over for want in self._promotions.open if want is not ahead)
         if ahead is not None and (is_needed or ahead.is_over or ahead.request is not first):
             self._end_ahead(ahead)
-        while self._ahead is None and not is_needed and (first := self._expected.first(self._now)) is not None:
+        while self._ahead is None and not is_needed and (first := self._expected.first(self.below.now)) is not None:
             early = self._early(first)
             if early is None:
                 return
             chosen, host_end = early
             if chosen is not None and self._expected.has_room(chosen.num_bytes // self.planner.host_block_bytes):
-                self._ahead = self._noted(first, chosen, host_end, NEVER, is_hint=True)
+                self._ahead = self._promotions.want_early(first, chosen, host_end, is_hint=True)
+                self._wants[first.id] = self._ahead
             else:
                 self.below.admitted(first.id)
                 self._expected.done(first)
@@ -207,9 +167,9 @@ class TieredCache(CPUPrefixCache):
         store has not answered yet.
         """
         n0, host_end = self._here(request)
-        if self._unknown_until(request, n0, host_end, 0) is not None:
+        if self._unknown_until(request, n0, host_end, queue_bytes=0) is not None:
             return None
-        return self._best(self._reachable(request, n0, host_end), 0), host_end
+        return self._promotions.chosen_early(request, host_end, self._least(n0), self._prefill), host_end
 
     def _put_off_a_queued_one(self) -> None:
         """Give up what was read for the last request that was not looked up yet: one that was lacks room. It goes
@@ -232,15 +192,6 @@ class TieredCache(CPUPrefixCache):
             self._expected.done(ahead.request)
         self.abandoned(ahead.request.id)
 
-    def _begin_deadline(self, want: Want) -> None:
-        """Begin the deadline of a request that was queued. It waits for what is read before it, too, although computing
-        it may take less: others want the GPU as well.
-        """
-        self._asked += 1
-        before = takewhile(lambda each: each is not want, self._promotions.open)
-        num_bytes = self.below.queue_bytes + want.unread + sum(each.unread for each in before)
-        want.deadline = self._promotions.deadline(self._now, num_bytes)
-
     def _here(self, request: Request) -> tuple[int, int]:
         """How many tokens the device has of a request, as far as can be seen, and the host together with it."""
         keys, grid = request.keys, self.planner.grid_tokens
@@ -248,12 +199,9 @@ class TieredCache(CPUPrefixCache):
         n0 = grid * bisect_left(range(stop), True, key=lambda at: self._device.find(keys[at]) is None)
         return n0, max(n0, self.coordinator.longest_boundary(keys, n0, request.num_tokens))
 
-    def _reachable(self, request: Request, n0: int, host_end: int) -> list[Candidate]:
-        return self._promotions.reachable(request, host_end, self._least(n0))
-
     def _least(self, n0: int) -> int:
         """Up to this token nothing would be loaded from the host."""
-        return n0 + self.min_load_tokens - 1
+        return n0 + max(1, self.min_load_tokens) - 1
 
     # Events
 
@@ -298,8 +246,7 @@ class TieredCache(CPUPrefixCache):
 
     def passed(self, now: float) -> None:
         """Time has come to `now`. Called where no requests come: leases and pauses end by it."""
-        self._now = max(self._now, now)
-        self.below.passed(self._now)
+        self.below.passed(max(self.below.now, now))
 
     def step(self) -> StepPlan:
         for want in list(self._promotions.open):
@@ -310,14 +257,14 @@ class TieredCache(CPUPrefixCache):
             self._want_queued()
         may_read = True
         for want in sorted(self._promotions.open, key=lambda want: want.deadline == NEVER):  # first those looked up
-            if self._now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
+            if self.below.now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
                 self._late += not want.is_over
                 self._promotions.end(want)
             elif not want.is_over and (may_read or want.has_begun):
-                may_read = self._promotions.advance(want, may_read, self._now)
+                may_read = self._promotions.advance(want, may_read)
                 if not may_read and want.deadline < NEVER:
                     self._put_off_a_queued_one()
-        while self._wants and self._now >= next(iter(self._wants.values())).deadline + REMEMBERED_SECONDS:
+        while self._wants and self.below.now >= next(iter(self._wants.values())).deadline + REMEMBERED_SECONDS:
             del self._wants[next(iter(self._wants))]
         return super().step()
 
@@ -336,7 +283,7 @@ class TieredCache(CPUPrefixCache):
             self._committed(self._promotions.ended(ended, load))
         for want in list(self._promotions.open) if loads else ():
             if want.has_begun and not want.is_over:
-                self._promotions.advance(want, may_read=False, now=self._now)
+                self._promotions.advance(want, may_read=False)
 
     def flush(self) -> None:
         """Begin to write what only the host has. The engine goes on with steps until `is_flushed`, or gives up."""
@@ -364,9 +311,9 @@ class TieredCache(CPUPrefixCache):
         return replace(
             self.below.tier_statistics(),
             hit_tokens=self._tier_hit_tokens,
-            asked=self._asked,
+            asked=self._promotions.asked,
             late=self._late,
-            declined=self._declined,
+            declined=self._promotions.declined,
             read_ahead=self._read_ahead,
         )
 

@@ -14,10 +14,10 @@ class Trials:
     """Times at which one tier was read.
 
     >>> trials = Trials()
-    >>> trials.read(100.0, saves=True)
+    >>> trials.saves(100.0)
     >>> trials.is_due(101.0), trials.is_due(102.0)
     (False, True)
-    >>> trials.read(110.0, saves=False)
+    >>> trials.tries(110.0)
     >>> trials.is_due(119.0), trials.is_due(120.0)
     (False, True)
     """
@@ -25,10 +25,13 @@ class Trials:
     def __init__(self) -> None:
         self._saved_at = self._read_at = 0.0  # when something was last read to save time, and at all
 
-    def read(self, now: float, *, saves: bool) -> None:
+    def saves(self, now: float) -> None:
+        """Something is read to save time."""
+        self._saved_at = self._read_at = now
+
+    def tries(self, now: float) -> None:
+        """A little is read to measure the rate."""
         self._read_at = now
-        if saves:
-            self._saved_at = now
 
     def is_due(self, now: float) -> bool:
         pause = max(FIRST_SECONDS, self._read_at - self._saved_at)

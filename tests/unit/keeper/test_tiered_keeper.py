@@ -133,7 +133,7 @@ def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_
         below.keeper.below.edge.break_even.loads_at(0, 1e6)  # three chunks take 25 ms, beside what a promotion takes
         began = time.monotonic()
         for nanoseconds, is_read in ((10_000_000, False), (20_000_000, True)):
-            below.keeper._trials.read(began, saves=True)
+            below.keeper._promotions._trials.saves(began)
             assert waits(below, nanoseconds, now=began) is is_read
             below.keeper.release(ENGINE, 2)
         assert waits(below, 10_000_000, now=began + FIRST_SECONDS)
