@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import percentile, print_environment
-from cpu_prefix_cache import POLICIES
+from cpu_prefix_cache import POLICIES, Device
 from cpu_prefix_cache.deciding import (
     BlockPool,
     CPUPrefixCache,
@@ -51,12 +51,10 @@ CHAIN = 8_192
 RUN = 512
 
 
-class CountingDevice:
+class CountingDevice(Device):
     """A device without contents: destinations can be held and released, and no key is found."""
 
     num_blocks = num_waiting = 1 << 20
-    null_block = blocks_per_chunk = None
-    num_promised = 0
 
     def find(self, key):
         return None
