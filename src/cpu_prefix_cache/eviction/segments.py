@@ -115,7 +115,7 @@ class Segments:
         self._forest = forest
         self._mark: list[Any] = forest.mark
         self._keys: list[Any] = forest.key  # bytes of what is here
-        self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see forest.py
+        self._by_first: list[dict[bytes, Segment]] = [{} for _ in range(256)]  # see shards.py
 
     def find(self, key: bytes) -> Segment | None:
         """The segment that begins with this key."""

@@ -23,8 +23,8 @@ because a full garbage collection goes through lists: 6 to 20 ms for each at a m
 the same, which makes an insertion with its eviction 15 % faster. Links that are none by `child` and the keys are left
 as they were.
 
-The key index is 256 dictionaries, by the first byte of the key: a large one is rebuilt now and then, which at a million
-keys takes 55 to 270 ms. So keys must be digests, of at least 16 bytes, the first as random as the rest (rule 14).
+The key index is several dictionaries, by the first byte of the key (shards.py). So keys must be digests, of at least 16
+bytes, the first as random as the rest (rule 14).
 """
 
 from array import array
@@ -34,6 +34,7 @@ from itertools import takewhile
 from typing import Any
 
 from cpu_prefix_cache.index.pins import Pins
+from cpu_prefix_cache.index.shards import distinct, new_shards
 from cpu_prefix_cache.messages.errors import InternalError, MisuseError
 
 NONE = -1  # no block
@@ -60,7 +61,7 @@ class Forest:
         self._withdrawn: set[int] = set()  # linked without a key
         self._several: dict[int, dict[int, None]] = {}  # the children of what has SEVERAL
         self.departed: dict[bytes, int] | None = None  # removed nodes, by key, if somebody takes them
-        self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
+        self._shards = new_shards(self.capacity)  # by first byte
         self._count = 0
 
     def __len__(self) -> int:
@@ -234,7 +235,7 @@ class Forest:
 
     def nodes(self) -> dict[int, bytes]:
         """Every node with its key. For tests: O(blocks)."""
-        return {block: key for shard in filter(None, self._shards) for key, block in shard.items()}
+        return {block: key for shard in distinct(self._shards) for key, block in shard.items()}
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
