@@ -85,18 +85,21 @@ class Hybrid(Sequence):
     staged: list[tuple[Any, tuple[int, ...]]] = field(default_factory=list)
 
 
+HYBRID = dict(  # `host_room` and `device_room` are in tenths of what a prompt of 6 chunks takes with a few checkpoints
+    mode=st.sampled_from(["eager", "lazy"]),
+    ranks=st.sampled_from([1, 2, 3]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    host_room=st.integers(5, 25),
+    device_room=st.integers(12, 25),
+    portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
+    interval=st.sampled_from([None, None, 1, 2]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    failures=FAILURES,
+)
+
+
 class HybridCacheMachine(PrefixCacheMachine):
-    @initialize(
-        mode=st.sampled_from(["eager", "lazy"]),
-        ranks=st.sampled_from([1, 2, 3]),
-        layout=st.sampled_from(sorted(LAYOUTS)),
-        host_room=st.integers(5, 25),
-        device_room=st.integers(12, 25),
-        portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
-        interval=st.sampled_from([None, None, 1, 2]),
-        policy=st.sampled_from(sorted(POLICIES)),
-        failures=FAILURES,
-    )
+    @initialize(**HYBRID)
     def build(
         self,
         mode: str,
@@ -109,14 +112,9 @@ class HybridCacheMachine(PrefixCacheMachine):
         policy: str,
         failures: int,
     ) -> None:
-        """`host_room` and `device_room` are in tenths of what a prompt of 6 chunks takes with a few checkpoints."""
-        self.planner = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000)
+        self.plan(layout, host_room, device_room)
         assert self.planner.grid_tokens == GRID
-        checkpoint = [self.planner.pieces[at.group].device_blocks for at in self.planner.checkpoint(5)]
-        prompt_blocks = 6 * self.planner.device_blocks_per_chunk + 3 * sum(checkpoint)
-        self.slots = PoolSlots(self.planner, device_room * prompt_blocks // 10)
-        prompt_blocks = 6 * self.planner.host_blocks_per_chunk + 2 * self.planner.checkpoint_blocks(5)
-        self.host_blocks = host_room * prompt_blocks // 10
+        self.slots = PoolSlots(self.planner, self.device_blocks)
         self.cache = CPUPrefixCache(
             self.planner,
             self.slots.device,
@@ -133,6 +131,14 @@ class HybridCacheMachine(PrefixCacheMachine):
         )
         self.begin_with_nothing(ranks, portion, failures)
         self.stages = 0
+
+    def plan(self, layout: str, host_room: int, device_room: int, in_pages: bool = False) -> None:
+        self.planner = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000, in_pages=in_pages)
+        checkpoint = [self.planner.pieces[at.group].device_blocks for at in self.planner.checkpoint(5)]
+        prompt_blocks = 6 * self.planner.device_blocks_per_chunk + 3 * sum(checkpoint)
+        self.device_blocks = device_room * prompt_blocks // 10
+        prompt_blocks = 6 * self.planner.host_blocks_per_chunk + 2 * self.planner.checkpoint_blocks(5)
+        self.host_blocks = host_room * prompt_blocks // 10
 
     # expected bytes
 

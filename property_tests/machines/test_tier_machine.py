@@ -36,7 +36,7 @@ from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.engine import cache_options
 from cpu_prefix_cache.testing.slots import PoolSlots
 from cpu_prefix_cache.tiers import promotions, questions, tier_cache, tiered_cache
-from property_tests.machines.test_hybrid_cache_machine import LAYOUTS, HybridCacheMachine
+from property_tests.machines.test_hybrid_cache_machine import HYBRID, HybridCacheMachine
 from property_tests.machines.test_prefix_cache_machine import ALL_NAMES, FAILURES, GRID, NOTHING, PrefixCacheMachine
 from property_tests.models.engines import QueueSlots
 from property_tests.models.listener import Listener
@@ -855,18 +855,7 @@ class TierMachine(WithTier):
 
 
 class HybridTierMachine(WithTier, HybridCacheMachine):
-    @initialize(
-        mode=st.sampled_from(["eager", "lazy"]),
-        ranks=st.sampled_from([1, 2, 3]),
-        layout=st.sampled_from(sorted(LAYOUTS)),
-        host_room=st.integers(5, 25),
-        device_room=st.integers(12, 25),
-        portion=st.sampled_from([0, 0, 0, 1, 3, 100]),
-        interval=st.sampled_from([None, None, 1, 2]),
-        policy=st.sampled_from(sorted(POLICIES)),
-        failures=FAILURES,
-        tier=st.fixed_dictionaries(TIER_OPTIONS),
-    )
+    @initialize(**HYBRID, tier=st.fixed_dictionaries(TIER_OPTIONS))
     def build(
         self,
         mode: str,
@@ -880,12 +869,7 @@ class HybridTierMachine(WithTier, HybridCacheMachine):
         failures: int,
         tier: dict[str, Any],
     ) -> None:
-        self.planner = HybridChunkPlanner(LAYOUTS[layout], max_model_len=1_000, in_pages=True)
-        checkpoint = [self.planner.pieces[at.group].device_blocks for at in self.planner.checkpoint(5)]
-        prompt_blocks = 6 * self.planner.device_blocks_per_chunk + 3 * sum(checkpoint)
-        self.device_blocks = device_room * prompt_blocks // 10
-        prompt_blocks = 6 * self.planner.host_blocks_per_chunk + 2 * self.planner.checkpoint_blocks(5)
-        self.host_blocks = host_room * prompt_blocks // 10
+        self.plan(layout, host_room, device_room, in_pages=True)
         host = {"ready_blocks": 0 if portion else None, "offload": mode, "policy": policy, "ranks": ranks}
         self.begin_with_nothing(ranks, portion, failures)
         self.build_tier(tier, {**host, "checkpoint_interval": interval and interval * GRID})
