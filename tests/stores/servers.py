@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from tests.support.threads import wait_until
 
 START_SECONDS = 30.0
 
@@ -29,7 +30,7 @@ class Server:
     def start(self):
         with (self.folder / f"log-{self.port}").open("ab") as log:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder, env=environment())
-        wait_for(self.is_ready)
+        wait_until(self.is_ready)
 
     def is_ready(self):
         assert self.process.poll() is None, (self.folder / f"log-{self.port}").read_text()
@@ -136,13 +137,6 @@ def starting(folder):
             return server
 
         yield begin
-
-
-def wait_for(is_so, seconds=START_SECONDS):
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, f"waited {seconds} s in vain"
-        time.sleep(0.05)
 
 
 def free_port():

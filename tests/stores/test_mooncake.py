@@ -11,9 +11,10 @@ from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.stores.mooncake_store import MooncakeStore
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.testing import check_store
-from tests.stores.servers import environment, free_port, wait_for
+from tests.stores.servers import environment, free_port
 from tests.stores.test_redis import serve_http
 from tests.stores.traffic import Traffic, Under
+from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.needs("mooncake")
 
@@ -110,7 +111,7 @@ def test_the_master_is_frozen_in_the_middle(master, node, call):  # tiers 28, 27
     with pytest.raises(TimeoutError):
         store.exists(traffic.keys, 0.05)
     master.thaw()
-    wait_for(lambda: put_and_got(other))
+    wait_until(lambda: put_and_got(other))
     assert traffic.is_poisoned(), "buffers were written when the call was over"
     there = traffic.get()  # which are right; a put that was cut off blocks its key for 30 s
     assert call == "put" or all(there)
@@ -125,7 +126,7 @@ def test_one_question_at_most_is_left_behind(master):
             store.exists(["key"], 0.01)
     assert threading.active_count() <= before + 1
     master.thaw()
-    wait_for(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() == before)
     assert store.exists(["key"], 5.0) == [False]
 
 
@@ -152,7 +153,7 @@ def test_the_master_is_killed_in_the_middle_and_started_again(master, node, call
             traffic.get()
     master.start()
     assert not any(traffic.get()), "a master that was started again knows keys"
-    wait_for(lambda: all(traffic.put()))  # when the node has come back to it
+    wait_until(lambda: all(traffic.put()))  # when the node has come back to it
     assert traffic.get_all()
 
 
@@ -166,9 +167,9 @@ def test_a_node_is_frozen_in_the_middle(master, node, call):  # tiers 24, 28
     assert isinstance(running.end(), OSError)
     traffic.poison()
     node.thaw()
-    wait_for(lambda: put_and_got(other))
+    wait_until(lambda: put_and_got(other))
     assert traffic.is_poisoned(), "buffers were written when the call was over"
-    wait_for(lambda: put_and_got(traffic))
+    wait_until(lambda: put_and_got(traffic))
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
@@ -179,7 +180,7 @@ def test_a_node_is_killed_in_the_middle(master, node, call):  # tiers 28
     node.kill()
     assert isinstance(running.end(), OSError)
     node.start()
-    wait_for(lambda: put_and_got(traffic))  # when the master has given up the old one, after some 10 s
+    wait_until(lambda: put_and_got(traffic))  # when the master has given up the old one, after some 10 s
 
 
 def put_anew(traffic):

@@ -14,8 +14,9 @@ from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.opening import open_store
 from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.testing import check_store
-from tests.stores.servers import RedisServer, free_port, wait_for
+from tests.stores.servers import RedisServer, free_port
 from tests.stores.traffic import HANG_SECONDS, Traffic, Under
+from tests.support.threads import wait_until
 
 pytestmark = pytest.mark.needs("redis")
 USER = ["--user", "kv", "on", ">secret", "~*"]
@@ -130,11 +131,11 @@ def test_a_server_that_has_too_many_clients_may_have_fewer_later(start):
         with suppress(ConnectionError):
             return held[-1].recv(5) == b"+PONG"
 
-    wait_for(is_the_client)
+    wait_until(is_the_client)
     told(server.url(), TierUnavailable)  # the server's sentence, or its end
     for each in held:
         each.close()
-    wait_for(lambda: is_open(server.url()))
+    wait_until(lambda: is_open(server.url()))
 
 
 def is_open(url):

@@ -7,7 +7,8 @@ import pytest
 from cpu_prefix_cache.keeper import questions
 from tests.stores.servers import RedisServer
 from tests.support.host_engine import PATIENCE
-from tests.unit.keeper.node_with_files import NodeWithStore, wait_until
+from tests.support.threads import wait_until
+from tests.unit.keeper.node_with_files import NodeWithStore
 from tests.unit.keeper.pool_engine import PoolEngine
 from tests.unit.keeper.test_files_below import MODELS, PROMPT
 

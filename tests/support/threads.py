@@ -1,4 +1,4 @@
-"""Waiting in a test for what another thread does."""
+"""Waiting in a test for what another thread, or process, does."""
 
 import time
 from collections.abc import Callable
@@ -11,3 +11,10 @@ def eventually(condition: Callable[[], object]) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        time.sleep(0.01)

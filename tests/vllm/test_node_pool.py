@@ -13,7 +13,8 @@ from connector.vllm.rank_pool import PoolHere
 from connector.vllm.settings import Settings
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.keeper import questions, takes
-from tests.stores.servers import starting, wait_for
+from tests.stores.servers import starting
+from tests.support.threads import wait_until
 from tests.vllm import servers
 from tests.vllm.engine import drafting, full, latent, one_group, state, vllm_config, window
 from tests.vllm.real_cache import BLOCKS, GROUPS, PROMPTS, CachedEngine, Copies, expected_of, folder_of
@@ -246,12 +247,12 @@ def share(begin, count, model="llama", *more):
     keeper = begin(NodeKeeper, POOL_BYTES)
     folder, extra = folder_of(model), {"pool": {"address": keeper.address, "connect_seconds": START_SECONDS}}
     servers = [begin(VllmServer, folder, extra, *more) for _ in range(count)]
-    wait_for(lambda: all(server.is_up() for server in servers), START_SECONDS)
+    wait_until(lambda: all(server.is_up() for server in servers), START_SECONDS)
     computed = []
     for at, prompt in enumerate(PROMPTS[:count]):
         computed.append(servers[at].logprobs(prompt))
         assert far_from(computed[at], expected[at]) < ALIKE
-        wait_for(lambda at=at: len(keeper.committed()) == (at + 1) * BLOCKS, PATIENCE)
+        wait_until(lambda at=at: len(keeper.committed()) == (at + 1) * BLOCKS, PATIENCE)
     for at, server in enumerate(servers):
         others = [each for each in range(count) if each != at]
         loaded = [server.logprobs(PROMPTS[each]) for each in others]
@@ -272,7 +273,7 @@ def far_from(answer, expected):
 def check_damage_shows(keeper, first, second, prompt):
     before = set(keeper.committed())
     computed = first.logprobs(prompt)
-    wait_for(lambda: len(keeper.committed()) == len(before) + BLOCKS, PATIENCE)
+    wait_until(lambda: len(keeper.committed()) == len(before) + BLOCKS, PATIENCE)
     keeper.damage(next(slot for slot in keeper.committed() if slot not in before))
     hits = second.metric(HITS)
     damaged = second.logprobs(prompt)
@@ -304,13 +305,13 @@ def test_a_server_of_two_ranks_loads_what_one_before_has_computed(begin, monkeyp
 
     def server_of_two_ranks():
         server = begin(VllmServer, folder_of("llama"), extra, "--tensor-parallel-size", "2")
-        wait_for(server.is_up, START_SECONDS)
+        wait_until(server.is_up, START_SECONDS)
         return server
 
     first = server_of_two_ranks()
     for number in range(3):
         assert far_from(first.logprobs(PROMPTS[number]), expected[number]) < ALIKE
-        wait_for(lambda number=number: len(keeper.committed()) == (number + 1) * BLOCKS, PATIENCE)
+        wait_until(lambda number=number: len(keeper.committed()) == (number + 1) * BLOCKS, PATIENCE)
     first.kill()
     last = keeper.committed()[-1]
     second = server_of_two_ranks()
@@ -327,10 +328,10 @@ def test_the_engines_of_data_parallelism_load_what_the_other_one_has_computed(be
     expected, keeper = expected_of("llama"), begin(NodeKeeper, POOL_BYTES)
     extra = {"pool": {"address": keeper.address, "connect_seconds": START_SECONDS}}
     server = begin(VllmServer, folder_of("llama"), extra, "--data-parallel-size", "2")
-    wait_for(server.is_up, START_SECONDS)
+    wait_until(server.is_up, START_SECONDS)
     for number in range(2):
         server.logprobs(PROMPTS[number], **{"X-data-parallel-rank": str(number)})
-        wait_for(lambda number=number: len(keeper.committed()) == (number + 1) * BLOCKS, PATIENCE)
+        wait_until(lambda number=number: len(keeper.committed()) == (number + 1) * BLOCKS, PATIENCE)
     for number in range(2):
         answer = server.logprobs(PROMPTS[1 - number], **{"X-data-parallel-rank": str(number)})
         assert far_from(answer, expected[1 - number]) < ALIKE

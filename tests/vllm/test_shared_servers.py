@@ -5,7 +5,8 @@ the first has computed, and gives the same answers. Skipped where the store is n
 import pytest
 
 from cpu_prefix_cache.stores import frame
-from tests.stores.servers import MooncakeMaster, RedisServer, missing, starting, wait_for
+from tests.stores.servers import MooncakeMaster, RedisServer, missing, starting
+from tests.support.threads import wait_until
 from tests.vllm.real_cache import BLOCKS, PROMPTS, folder_of
 from tests.vllm.real_engine import BLOCK
 from tests.vllm.servers import ALIKE, START_SECONDS, VllmServer, difference
@@ -32,18 +33,18 @@ def test_chunks_that_one_server_has_computed_another_one_loads(begin, store):
     tier = {"kind": store, "store": url, "revision": "1", "ask_seconds": 5}
     model, extra = folder_of("llama"), {"cpu_bytes_to_use": HOST, "offload": "eager", "tier": tier}
     first, second = [begin(VllmServer, model, extra) for _ in range(2)]
-    wait_for(lambda: first.is_up() and second.is_up(), START_SECONDS)
+    wait_until(lambda: first.is_up() and second.is_up(), START_SECONDS)
     for server in (first, second):
         server.logprobs(range(5, 50))  # after it all ranks have reported that they have the store
     chunks, before = 2 * BLOCKS, second.metric(HITS)
     computed = [first.logprobs(prompt) for prompt in PROMPTS[:2]]
-    wait_for(lambda: first.metric(RESIDENT) >= chunks, 60)
+    wait_until(lambda: first.metric(RESIDENT) >= chunks, 60)
     loaded = [second.logprobs(prompt) for prompt in PROMPTS[:2]]
     assert second.metric(HITS) - before == chunks * BLOCK
     assert max(map(difference, computed, loaded)) < ALIKE
     if store == "redis":  # the control
         other = first.logprobs(PROMPTS[2])
-        wait_for(lambda: first.metric(RESIDENT) >= chunks + BLOCKS, 60)
+        wait_until(lambda: first.metric(RESIDENT) >= chunks + BLOCKS, 60)
         exchange_bodies(url)
         damaged = second.logprobs(PROMPTS[2])
         assert second.metric(HITS) - before == (chunks + BLOCKS) * BLOCK

@@ -6,9 +6,10 @@ import os
 import shutil
 import struct
 import subprocess
-import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.threads import wait_until
 
 SHUTDOWN, WITHOUT_LOG = 0x8004587D, 2  # FS_IOC_SHUTDOWN, and what makes it a disk that is gone
 SECONDS = 30.0
@@ -60,7 +61,7 @@ class Ext4:
     def fail(self):
         """As after an error of its metadata: it is read-only from now on."""
         (self._settings / "trigger_fs_error").write_text("told by a test")
-        wait_for(lambda: not self._takes_files())
+        wait_until(lambda: not self._takes_files())
 
     def shut_down(self):
         """As when the disk is gone: every call fails."""
@@ -112,7 +113,7 @@ class Faulty:
             each.mkdir()
         program = _built(folder)
         self._process = subprocess.Popen([program, shown, self.control, "-f", self.path])
-        wait_for(lambda: os.path.ismount(self.path) or self._process.poll() is not None)
+        wait_until(lambda: os.path.ismount(self.path) or self._process.poll() is not None)
         if self._process.returncode:
             raise MountError(f"a file system in user space (mounting it ended with {self._process.returncode})")
 
@@ -139,13 +140,6 @@ class Faulty:
 
 def run(*command):
     subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-
-
-def wait_for(condition, seconds=SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for has not come"
-        time.sleep(0.01)
 
 
 def _fill(file):

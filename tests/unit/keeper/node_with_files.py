@@ -1,13 +1,13 @@
 """A keeper with files or a store below its pool, as a process, and what the files have."""
 
 import json
-import time
 
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.slab.records import SIZE, parse, seed_of
 from cpu_prefix_cache.stores.opening import GROUP
-from tests.support.host_engine import CHUNK_BYTES, PATIENCE
+from tests.support.host_engine import CHUNK_BYTES
 from tests.support.packages import install
+from tests.support.threads import wait_until
 from tests.unit.keeper.pool_engine import KeeperProcess
 
 
@@ -17,13 +17,6 @@ def install_store(folder, monkeypatch):
     package.mkdir()
     install(package, monkeypatch, GROUP, {"folder": "tests.unit.stores.example_store:FolderStore"})
     monkeypatch.setattr(KeeperProcess, "packages", (package,))
-
-
-def wait_until(is_so):
-    until = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 class PatientKeeper(KeeperProcess):

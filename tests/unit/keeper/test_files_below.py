@@ -16,17 +16,14 @@ from cpu_prefix_cache.keeper.protocol import Kind
 from cpu_prefix_cache.offload import prefill_rate
 from cpu_prefix_cache.slab.records import SIZE, Record, checksum, pack
 from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE
+from tests.support.threads import wait_until
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
-from tests.unit.keeper.node_with_files import Node, wait_until
+from tests.unit.keeper.node_with_files import Node
 from tests.unit.keeper.pool_engine import PoolEngine
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 PROMPT = "abcdef"
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """A keeper on a busy machine answers late, and these tests want its answers."""
-    monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
 
 
 def damage(node, at=0, forged=False):

@@ -6,19 +6,14 @@ from functools import partial
 import pytest
 
 from cpu_prefix_cache import ChunkLocal, ConfigurationError
-from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.testing import CorruptingCopier
 from tests.support.host_engine import PATIENCE
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.pool_engine import KeeperProcess, PoolEngine
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 SLOTS = 96
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """A keeper on a busy machine answers late, and these tests want its answers."""
-    monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
 
 
 @pytest.fixture

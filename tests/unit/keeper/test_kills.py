@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.host_engine import CHUNK_BYTES
+from tests.support.threads import wait_until
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.lives import LOADED, SERVED, all_slots, full, live
-from tests.unit.keeper.node_with_files import UsualNode, install_store, wait_until
+from tests.unit.keeper.node_with_files import UsualNode, install_store
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 KILLS = int(os.environ.get("CRASH_KILLS", "20"))

@@ -8,19 +8,15 @@ from urllib.request import urlopen
 
 import pytest
 
-from cpu_prefix_cache.keeper import questions
 from tests.support.host_engine import PATIENCE
-from tests.unit.keeper.node_with_files import Node, wait_until
+from tests.support.threads import wait_until
+from tests.unit.keeper.node_with_files import Node
 from tests.unit.keeper.pool_engine import KeeperProcess, PoolEngine
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 METRICS = {"metrics": "127.0.0.1:0"}
 SAMPLE = re.compile(r'cpu_prefix_cache_(\w+(?:\{\w+="\w+"\})?) (\S+)')
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """A keeper on a busy machine answers late, and these tests want its answers."""
-    monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
 
 
 def address_of(keeper):

@@ -34,7 +34,10 @@ from cpu_prefix_cache.testing import CorruptingCopier, MeddlingCopier
 from tests.support.host_engine import CHUNK_BYTES, GRID, PATIENCE, keys_of
 from tests.support.host_options import with_options
 from tests.support.small_engine import SmallEngine
+from tests.support.threads import wait_until
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess, PoolEngine
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 SHAPE = spelled(HybridChunkPlanner([PrefixGroup(name="full", block_tokens=GRID, block_bytes=24)], max_model_len=100))
 
@@ -44,12 +47,6 @@ def hello(block_bytes=CHUNK_BYTES, number=0, shape=SHAPE, version=VERSION):
 
 
 HELLO = hello()
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """A keeper on a busy machine answers late, and these tests want its answers."""
-    monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
 
 
 @pytest.fixture
@@ -78,13 +75,6 @@ class Held(Event):
 
     def until_passed(self):
         HeldCopier.may_end.wait(PATIENCE)
-
-
-def wait_until(is_so):
-    until = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def finds_again(engine, prompt):

@@ -7,21 +7,16 @@ from contextlib import nullcontext
 
 import pytest
 
-from cpu_prefix_cache.keeper import questions
 from cpu_prefix_cache.slab.records import checksum
 from cpu_prefix_cache.stores import frame
-from tests.support.host_engine import PATIENCE
-from tests.unit.keeper.node_with_files import NodeWithStore, install_store, wait_until
+from tests.support.threads import wait_until
+from tests.unit.keeper.node_with_files import NodeWithStore, install_store
 from tests.unit.keeper.pool_engine import PoolEngine
 from tests.unit.keeper.test_files_below import MODELS, PROMPT
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 DIGEST = slice(88, 104)  # in a frame
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch):
-    """A keeper on a busy machine answers late, and these tests want its answers."""
-    monkeypatch.setattr(questions, "ASK_SECONDS", PATIENCE / 2)
 
 
 class Store:

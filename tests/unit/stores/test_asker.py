@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from cpu_prefix_cache.stores import asker
 from cpu_prefix_cache.stores.asker import FIRST_PORTION, Asker
 from cpu_prefix_cache.stores.frame import Names
 from cpu_prefix_cache.testing import MemoryStore
+from tests.support.threads import wait_until
 
 GRID = 4
 FULL = PrefixGroup(name="full", block_tokens=GRID, block_bytes=4096)
@@ -70,17 +70,10 @@ class Asked:
         """The answer in the end."""
         self.number += 1
         self.step(Ask(self.number, tuple(keys), depth, GRID), told_below=self.number)
-        wait_for(lambda: not self.asker.is_busy)
+        wait_until(lambda: not self.asker.is_busy)
         (told,) = self.told()
         assert told.id == self.number
         return told
-
-
-def wait_for(is_so):
-    end = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.001)
 
 
 def keys_of(count):
@@ -224,7 +217,7 @@ def raising(error):
 def test_answers_are_repeated_until_nobody_waits_for_them(make):
     asked = make()
     asked.step(Ask(1, (b"a",)), Ask(2, (b"b",)))
-    wait_for(lambda: not asked.asker.is_busy)
+    wait_until(lambda: not asked.asker.is_busy)
     assert [told.id for told in asked.told()] == [told.id for told in asked.told()] == [1, 2]
     asked.step(told_below=2)
     assert [told.id for told in asked.told()] == [2]
@@ -236,11 +229,11 @@ def test_queries_that_nobody_waits_for_any_more_are_dropped(make):
     asked = make()
     asked.store.runs.clear()
     asked.step(Ask(1, (b"a",)), Ask(2, (b"b",)), Ask(3, (b"c",)))
-    wait_for(lambda: asked.store.calls)
+    wait_until(lambda: asked.store.calls)
     assert asked.asker.is_busy and asked.told() == []
     asked.step(told_below=3)
     asked.store.runs.set()
-    wait_for(lambda: not asked.asker.is_busy)
+    wait_until(lambda: not asked.asker.is_busy)
     assert asked.store.calls == [[NAMES.of(key, 0, 0, CHUNK)] for key in (b"a", b"c")]
     asked.step(told_below=3)
     assert [told.id for told in asked.told()] == [3]
@@ -262,7 +255,7 @@ def test_steps_and_answers_at_any_time_do_not_disturb_each_other(make):
         for number in range(3000):
             asked.step(Ask(number, (b"a",)), told_below=max(0, number - 50))
             asked.told()
-        wait_for(lambda: not asked.asker.is_busy)
+        wait_until(lambda: not asked.asker.is_busy)
     finally:
         sys.setswitchinterval(before)
     assert asked.told()[-1].id == 2999
