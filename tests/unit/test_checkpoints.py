@@ -280,11 +280,17 @@ def test_a_reset_in_flight_shares_nothing_old():
 # room
 
 
-def test_chunks_that_led_to_no_checkpoint_go_first():
+def computing_xyz():
+    """An engine whose host has "abc", and no room for more than the three chunks of a request that runs."""
     engine = Engine(FULL, STATE, host=8)
     engine.serves("abc")
     engine.starts("xyz")
     engine.computes("xyz", keep=[])
+    return engine
+
+
+def test_chunks_that_led_to_no_checkpoint_go_first():
+    engine = computing_xyz()
     engine.rests()
     assert engine.host >= {"abc!", "x", "xy", "xyz"}
     engine.ends("xyz")
@@ -302,10 +308,7 @@ def test_chunks_that_need_no_checkpoint_are_of_use_without_one():
 
 
 def test_chunks_of_a_running_request_are_not_useless_yet():
-    engine = Engine(FULL, STATE, host=8)
-    engine.serves("abc")
-    engine.starts("xyz")
-    engine.computes("xyz", keep=[])
+    engine = computing_xyz()
     engine.rests()
     engine.serves("mn")
     assert {"x", "xy", "xyz", "mn!"} <= engine.host and "abc!" not in engine.host
@@ -519,10 +522,7 @@ def test_eager_stores_no_chunk_of_an_ended_request_that_leads_to_no_checkpoint()
 
 def test_a_request_that_never_comes_back_leaves_chunks_of_no_use():
     """Preempted, and aborted before it was admitted again."""
-    engine = Engine(FULL, STATE, host=8)
-    engine.serves("abc")
-    engine.starts("xyz")
-    engine.computes("xyz", keep=[])
+    engine = computing_xyz()
     engine.rests()
     engine.cache.preempted("xyz")
     engine.rests()
@@ -532,10 +532,7 @@ def test_a_request_that_never_comes_back_leaves_chunks_of_no_use():
 
 
 def test_chunks_that_land_after_their_request_has_ended_are_of_no_use_at_once():
-    engine = Engine(FULL, STATE, host=8)
-    engine.serves("abc")
-    engine.starts("xyz")
-    engine.computes("xyz", keep=[])
+    engine = computing_xyz()
     late = engine.steps().transfers
     engine.ends("xyz")
     engine.reports(late)

@@ -48,6 +48,15 @@ class Engine(HostEngine):
         self.rests()
 
 
+def served(*prompts, **options):
+    """An engine that has forgotten these prompts, so that the host alone has them."""
+    engine = Engine(**options)
+    for prompt in prompts:
+        engine.serves(prompt)
+    engine.forgets()
+    return engine
+
+
 class Late(Event):
     def __init__(self, copy):
         self.copy, self.is_over = copy, False
@@ -128,18 +137,14 @@ def test_control_a_damaged_part_of_a_loaded_block_is_seen(part):
     def damaging(copier, tensors):
         return CorruptingCopier(copier, [[tensors[0][part]]], group=0)
 
-    engine = Engine(wrap_copier=damaging)
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd", wrap_copier=damaging)
     assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.steps()
     assert engine.right("r") == [False, True, True, True]
 
 
 def test_chunks_on_the_device_are_not_loaded():
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
     engine.starts("r", "ab")
     engine.steps()
     assert engine.starts("s", "abcd") == Hit(16, 8)
@@ -162,9 +167,7 @@ def test_chunks_behind_a_hole_on_the_device_are_not_stored():
 
 
 def test_n0_within_a_chunk_is_rounded_down():
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
     assert engine.starts("r", "abcd", n0=6, table=allocating) == Hit(16, 4)
     assert engine.steps() == [("r", 16)]
     assert engine.right("r") == [False, True, True, True]
@@ -172,9 +175,7 @@ def test_n0_within_a_chunk_is_rounded_down():
 
 def test_chunks_computed_after_a_load_are_stored_before_the_request_ends():
     """It was not computing in the step in which its load ended, and the engine did not report it."""
-    engine = Engine()
-    engine.serves("ab")
-    engine.forgets()
+    engine = served("ab")
     assert engine.starts("r", "abcd") == Hit(8, 0)
     engine.steps()
     engine.steps("r")
@@ -266,9 +267,7 @@ def test_the_end_of_an_abandoned_load_is_not_taken_for_that_of_the_next():
 
 
 def test_after_a_load_that_failed_a_request_computes_from_n0():
-    engine = Engine(wrap_copier=FailingLoads)
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd", wrap_copier=FailingLoads)
     assert engine.starts("r", "abcd", n0=6, table=allocating) == Hit(16, 4)
     assert engine.steps() == [("r", 6)]
     assert engine.host.statistics().cache.loads_failed == 1
@@ -304,9 +303,7 @@ def test_a_table_may_allocate_when_it_is_known_what_is_loaded():
 
 
 def test_without_room_a_request_is_computed():
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
     assert engine.starts("r", "abcd", table=lambda blocks: lambda start, boundary: None) == Miss()
     engine.steps("r")
     engine.ends("r")
@@ -316,9 +313,7 @@ def test_without_room_a_request_is_computed():
 
 @pytest.mark.parametrize("table", [[0, 1], [0, 1, 2, 2], [[0, 1, 2, 3], [0, 1, 2, 3]], [[0], 1, 2, 3]], ids=str)
 def test_a_table_that_does_not_fit_is_refused(table):
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
     with pytest.raises(MisuseError, match=r"destination|one list for each of 1 groups"):
         engine.starts("r", "abcd", table=lambda blocks: table)
     assert engine.host.statistics().cache.running == 0
@@ -326,9 +321,7 @@ def test_a_table_that_does_not_fit_is_refused(table):
 
 
 def test_a_table_that_raises_leaves_nothing_behind():
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
 
     def full(start, boundary):
         raise MemoryError
@@ -632,9 +625,7 @@ def test_a_region_in_host_memory_is_ready_at_once():
 
 
 def test_statistics_count_stored_and_loaded_chunks_and_bytes():
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
     engine.starts("r", "abxy")
     engine.steps()
     now = engine.host.statistics()

@@ -14,18 +14,9 @@ from cpu_prefix_cache import ChainHasher, Hit, Miss, MisuseError
 from tests.support.host_engine import GRID, allocating, keys_of
 from tests.support.small_engine import SmallEngine
 from tests.support.troubled_copiers import FailingLoads
-from tests.unit.test_host_cache import Engine, HybridEngine, with_late_loads
+from tests.unit.test_host_cache import Engine, HybridEngine, served, with_late_loads
 
 STRICT = pytest.mark.parametrize("strict", [True, False])
-
-
-def served(*prompts, **options):
-    """An engine that has forgotten these prompts, so that the host alone has them."""
-    engine = Engine(**options)
-    for prompt in prompts:
-        engine.serves(prompt)
-    engine.forgets()
-    return engine
 
 
 def refuses(engine, id, prompt, match, table):
@@ -371,9 +362,7 @@ def test_a_prompt_that_a_fork_starts_is_not_loaded():
 
 
 def test_correct_use_raises_no_misuse_error():
-    engine = Engine()
-    engine.serves("abcd")
-    engine.forgets()
+    engine = served("abcd")
     assert engine.starts("r", "abcd") == Hit(16, 0)
     engine.steps()
     engine.ends("r")

@@ -5,6 +5,14 @@ from dataclasses import astuple
 from cpu_prefix_cache.testing.engine import GRID, Engine
 
 
+def loading_ab():
+    """An engine whose host alone had "ab", and the load of that by "r"."""
+    engine = Engine(host=8)
+    engine.serves("ab")
+    engine.device_forgets()
+    return engine, engine.starts("r", "ab")
+
+
 def test_a_cache_that_did_nothing_counts_nothing():
     engine = Engine(host=8)
     _, *counts, _ = astuple(engine.cache.statistics())
@@ -25,10 +33,7 @@ def test_hit_tokens_are_those_a_load_was_admitted_for():
 
 
 def test_hit_tokens_count_what_failed_too():
-    engine = Engine(host=8)
-    engine.serves("ab")
-    engine.device_forgets()
-    load = engine.starts("r", "ab")
+    engine, load = loading_ab()
     engine.steps()
     engine.reports(failed=[load])
     now = engine.cache.statistics()
@@ -56,10 +61,7 @@ def test_chunks_of_a_store_that_failed_and_of_one_that_a_reset_overtook_were_giv
 
 def test_transfers_cancelled_by_a_reset_have_not_failed():
     """All copies went well: who looks for failures must find none."""
-    engine = Engine(host=8)
-    engine.serves("ab")
-    engine.device_forgets()
-    load = engine.starts("r", "ab")
+    engine, load = loading_ab()
     engine.starts("s", "xy")
     engine.computes("s")
     moving = [transfer.id for transfer in engine.steps().transfers]
@@ -72,10 +74,7 @@ def test_transfers_cancelled_by_a_reset_have_not_failed():
 
 
 def test_a_load_that_is_too_late_has_failed_once():
-    engine = Engine(host=8)
-    engine.serves("ab")
-    engine.device_forgets()
-    load = engine.starts("r", "ab")
+    engine, load = loading_ab()
     engine.steps()
     for _ in range(2):
         engine.reports(late={load})

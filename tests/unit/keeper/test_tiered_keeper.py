@@ -82,6 +82,16 @@ def stores(below, memory, keys=KEYS, id=1):
     return [bytes(memory[slot * BLOCK : (slot + 1) * BLOCK]) for slot in slots]
 
 
+@contextmanager
+def restarted(folder, *prompts, planner=LARGE):
+    """A pool over files that another one has filled."""
+    with pool(folder, planner) as (below, memory):
+        for id, keys in enumerate(prompts or [KEYS]):
+            stores(below, memory, keys, id)
+    with pool(folder, planner) as again:
+        yield again
+
+
 def loads(below, memory):
     """Contents of the slots that are found, read from files."""
     assert waits(below)
@@ -116,9 +126,7 @@ def test_a_chunk_of_more_slots_than_a_record_numbers_has_no_files():
 
 
 def test_nothing_is_read_while_an_engine_of_an_earlier_keeper_may_write_to_any_slot(tmp_path):
-    with pool(tmp_path, LARGE) as (below, memory):
-        stores(below, memory)
-    with pool(tmp_path, LARGE) as (below, memory):
+    with restarted(tmp_path) as (below, memory):
         below.keeper.absent.add(7)
         assert reads(below).slots == ()
         below.keeper.release(ENGINE, 2)
@@ -127,9 +135,7 @@ def test_nothing_is_read_while_an_engine_of_an_earlier_keeper_may_write_to_any_s
 
 
 def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_measure_it(tmp_path):
-    with pool(tmp_path, LARGE) as (below, memory):
-        stores(below, memory)
-    with pool(tmp_path, LARGE) as (below, memory):
+    with restarted(tmp_path) as (below, _):
         below.keeper.below.edge.break_even.loads_at(0, 1e6)  # three chunks take 25 ms, beside what a promotion takes
         began = time.monotonic()
         for nanoseconds, is_read in ((10_000_000, False), (20_000_000, True)):
@@ -143,9 +149,7 @@ def test_files_are_read_where_that_is_sooner_than_computing_and_now_and_then_to_
 
 def test_chunks_that_are_read_count_for_the_engine_of_the_question(tmp_path):
     other = 2
-    with pool(tmp_path, LARGE) as (below, memory):
-        stores(below, memory)
-    with pool(tmp_path, LARGE) as (below, memory):
+    with restarted(tmp_path) as (below, _):
         below.keeper.join(other, bytes(NAMESPACE_BYTES))
         assert waits(below)
         until_so(below, lambda: below.keeper._promotions.slices)
@@ -157,9 +161,7 @@ def test_chunks_that_are_read_count_for_the_engine_of_the_question(tmp_path):
 
 def test_questions_that_wait_cost_nothing_while_nothing_is_read(tmp_path, monkeypatch):
     """The keeper answers others meanwhile, and looks at each of these when something may have changed."""
-    with pool(tmp_path, LARGE) as (below, memory):
-        stores(below, memory)
-    with pool(tmp_path, LARGE) as (below, memory):
+    with restarted(tmp_path) as (below, _):
         keeper, now = below.keeper, time.monotonic()
         seen = Mock(wraps=keeper._promotions.advance)
         monkeypatch.setattr(keeper._promotions, "advance", seen)
@@ -176,10 +178,7 @@ def test_questions_that_wait_cost_nothing_while_nothing_is_read(tmp_path, monkey
 def test_questions_behind_one_that_finds_no_room_cost_nothing(tmp_path, monkeypatch):
     """A quarter of the pool is read into at once: the first prompt takes it, and the second finds none."""
     prompts = [[f"{name}{at}".encode().ljust(KEY_BYTES) for at in range(SLOTS // 8)] for name in "abc"]
-    with pool(tmp_path, LARGE) as (below, memory):
-        for id, keys in enumerate(prompts):
-            stores(below, memory, keys=keys, id=id)
-    with pool(tmp_path, LARGE) as (below, memory):
+    with restarted(tmp_path, *prompts) as (below, _):
         keeper, now = below.keeper, time.monotonic()
         seen = Mock(wraps=keeper._promotions.advance)
         monkeypatch.setattr(keeper._promotions, "advance", seen)
@@ -192,19 +191,14 @@ def test_questions_behind_one_that_finds_no_room_cost_nothing(tmp_path, monkeypa
 
 def test_names_of_several_prompts_are_no_question(tmp_path):
     """Two prompts are in the files; a question with a chunk of each is refused, and promotes nothing."""
-    with pool(tmp_path, LARGE) as (below, memory):
-        stores(below, memory)
-        stores(below, memory, keys=[b"x" * KEY_BYTES, b"y" * KEY_BYTES], id=3)
-    with pool(tmp_path, LARGE) as (below, memory):
+    with restarted(tmp_path, KEYS, [b"x" * KEY_BYTES, b"y" * KEY_BYTES]) as (below, memory):
         with pytest.raises(MisuseError, match="several prompts"):
             reads(below, keys=[KEYS[0], b"y" * KEY_BYTES])
         assert len(loads(below, memory)) == 6
 
 
 def test_a_chunk_that_files_have_of_another_prompt_is_no_question(tmp_path):
-    with pool(tmp_path, RANKS) as (below, memory):
-        stores(below, memory, keys=KEYS[:2])
-    with pool(tmp_path, RANKS) as (below, memory):
+    with restarted(tmp_path, KEYS[:2], planner=RANKS) as (below, _):
         below.keeper.take(ENGINE, 3, KEYS[1:2])
         below.keeper.commit(ENGINE, 3, 1, False)
         with pytest.raises(MisuseError, match="several prompts"):

@@ -64,16 +64,21 @@ def test_it_never_grows(letters, tmp_path):  # S8.17, S8.18
     assert after == before
 
 
-def test_a_second_process_is_refused(letters, tmp_path):  # S8.22
+def refused_elsewhere(path, before=""):
+    """The error of a process that opens the slab, and runs this line before."""
     program = (
+        f"{before}\n"
         "import sys; from tests.unit.slab.small_slab import open_slab\n"
         "try: open_slab(sys.argv[1])\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert said.startswith("TierUnavailable another process uses")
+    command = [sys.executable, "-c", program, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def test_a_second_process_is_refused(letters, tmp_path):  # S8.22
+    assert refused_elsewhere(tmp_path).startswith("TierUnavailable another process uses")
     assert letters.get("abc") == "abc"
 
 
@@ -333,16 +338,8 @@ def test_a_disk_that_fills_up_leaves_a_truncated_file_as_it_was(letters, tmp_pat
 
 
 def test_a_limit_on_the_size_of_files_leaves_nothing_behind(tmp_path):  # S8.20
-    program = (
-        "import resource, signal, sys; from tests.unit.slab.small_slab import open_slab\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-        "try: open_slab(sys.argv[1])\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    limit = "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))"
+    said = refused_elsewhere(tmp_path, f"import resource, signal; {limit}")
     assert said.startswith("TierUnavailable") and "fewer bytes" in said
     assert list(tmp_path.iterdir()) == []
 
