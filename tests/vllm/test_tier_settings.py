@@ -36,12 +36,12 @@ from cpu_prefix_cache.messages.tier import TierPlan, TierReport
 from cpu_prefix_cache.model.planner import PAGE_BYTES
 from cpu_prefix_cache.slab import opening
 from cpu_prefix_cache.slab.generations import MARK
+from tests.support.tier_refusals import REFUSED
 from tests.vllm.engine import drafting, full, latent, one_group, vllm_config, window
 from tests.vllm.test_ranks import BLOCKS, latent_caches, plain_caches
 
 HOST, SIZE = 1 << 20, 8 << 20
 KEY = bytes(range(32))
-KNOWN = "kind, path, bytes, offload, policy, model, revision, keep_others"
 
 
 @pytest.fixture
@@ -76,22 +76,7 @@ def build(config, *groups):
 # Options
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
-        (dict(size=5), f"unknown key 'size' in a tier; known keys are {KNOWN}"),
-        (dict(bytes="64GiB"), "bytes of a tier is a whole number of bytes, at least 1; got '64GiB'"),
-        (dict(bytes=0), "bytes of a tier is a whole number of bytes, at least 1; got 0"),
-        (dict(bytes=True), "bytes of a tier is a whole number of bytes, at least 1; got True"),
-        (dict(bytes=1e12), "bytes of a tier is a whole number of bytes, at least 1; got 1000000000000.0"),
-        (dict(path=7), "path of a tier is a text that is not empty; got 7"),
-        (dict(path=""), "path of a tier is a text that is not empty; got ''"),
-        (dict(offload="sometimes"), "offload of a tier is lazy or eager or None; got 'sometimes'"),
-        (dict(revision=None), "revision of a tier is left out rather than null; got None"),
-        (dict(keep_others=1), "keep_others of a tier is true or false; got 1"),
-    ],
-)
+@pytest.mark.parametrize(("more", "sentence"), REFUSED)
 def test_invalid_options_of_a_tier_are_refused(tmp_path, path, more, sentence):
     with pytest.raises(ConfigurationError) as refused:
         settings_of(configure(tmp_path, {**tier(path), **more}))
@@ -662,9 +647,7 @@ def test_a_path_that_another_process_has(tmp_path, path, impatient):
 
 
 def test_another_size_than_before_keeps_what_fits(tmp_path, path):
-    worker = worker_of(configure(tmp_path, tier(path)))
-    first = worker._tier.report().next_generation
-    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker, first = having_stored(configure(tmp_path, tier(path)))
     worker.close()
     worker = worker_of(configure(tmp_path, tier(path, bytes=9_000_000)))
     loads = TierPlan(StepPlan(0, (moving(0, Direction.LOAD, 1, 5, first),)))
@@ -715,9 +698,7 @@ def test_a_rank_on_another_machine_makes_its_engines_folder_there(tmp_path, path
 
 def test_rows_in_another_order_begin_anew(tmp_path, path, caplog):
     config = configure(tmp_path, tier(path))
-    worker = worker_of(config)
-    first = worker._tier.report().next_generation
-    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker, first = having_stored(config)
     worker.close()
     turned = {name: view.transpose(1, 2).contiguous().transpose(1, 2) for name, view in plain_caches().items()}
     worker = worker_of(config, caches=turned)
@@ -740,6 +721,14 @@ def carry_out(worker, plan, ids):
         if ids <= ended.done | ended.failed:
             return reports.tier[0]
         worker.begin(StepMetadata(StepPlan(0, ()), tier=TierPlan(StepPlan(0, ()))))
+
+
+def having_stored(config):
+    """A worker that has written slot 1, and the generation of that."""
+    worker = worker_of(config)
+    first = worker._tier.report().next_generation
+    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    return worker, first
 
 
 def moving(id, direction, slot, block, generation, group=0):
@@ -790,9 +779,7 @@ def test_a_reset_on_a_disk_that_is_read_only_does_not_end_the_worker(tmp_path, p
     def read_only(*_):
         raise OSError(errno.EROFS, "the disk is read-only")
 
-    worker = worker_of(configure(tmp_path, tier(path)))
-    first = worker._tier.report().next_generation
-    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker, first = having_stored(configure(tmp_path, tier(path)))
     later = first + (1 << 32)
     transfers = moving(1, Direction.STORE, 2, 3, later), moving(2, Direction.LOAD, 1, 5, first)
     with monkeypatch.context() as broken:
@@ -808,9 +795,7 @@ def test_a_reset_on_a_disk_that_is_read_only_does_not_end_the_worker(tmp_path, p
 
 def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
     config = configure(tmp_path, tier(path))
-    worker = worker_of(config)
-    first = worker._tier.report().next_generation
-    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker, first = having_stored(config)
     assert not list(path.rglob(MARK))
     later = first + (1 << 32)
     carry_out(worker, TierPlan(StepPlan(1, (moving(1, Direction.STORE, 2, 3, later),)), first_generation=later), {1})
@@ -826,9 +811,7 @@ def test_a_reset_leaves_a_mark_for_the_next_start(tmp_path, path):
 
 def test_slots_that_a_worker_has_found_are_reported_until_taken_in(tmp_path, path):
     config = configure(tmp_path, tier(path))
-    worker = worker_of(config)
-    first = worker._tier.report().next_generation
-    carry_out(worker, TierPlan(StepPlan(0, (moving(0, Direction.STORE, 1, 3, first),))), {0})
+    worker, _ = having_stored(config)
     worker.close()
     worker = worker_of(config)
     worker._tier.tier._source.close()  # which waits for it

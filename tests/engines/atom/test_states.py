@@ -55,6 +55,14 @@ def evict(engine):
     assert engine.connector._requests.device.find(keys(engine, PROMPT)[7]) is None
 
 
+def evicted(**options):
+    """An engine of which the host alone has the prompt."""
+    engine = engine_of(**options)
+    serve(engine, PROMPT)
+    evict(engine)
+    return engine
+
+
 def keys(engine, tokens):
     return engine.connector._requests._hasher.keys(tokens)
 
@@ -106,9 +114,7 @@ def test_a_damaged_load_is_seen(copies, group):
 
 
 def test_a_loaded_state_is_on_the_device_for_others():
-    engine = engine_of()
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted()
     serve(engine, PROMPT)
     again = serve(engine, [*PROMPT, 5])
     assert statistics(engine).chunks_loaded == 8 and again.prefix_cache_hit_tokens == 32
@@ -164,9 +170,7 @@ def test_a_load_goes_on_from_a_state_on_the_device(copies):
 
 
 def test_two_requests_load_the_same_prefix():
-    engine = engine_of(device_blocks=40)
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted(device_blocks=40)
     both = [engine.add([*PROMPT, each], 2) for each in (1, 2)]
     engine.run()
     assert [seq.prefix_cache_hit_tokens for seq in both] == [32, 32]
@@ -178,9 +182,7 @@ def test_a_state_waits_until_atom_has_taken_in_its_prefix():
     """The load ends while a long prompt takes all tokens of each step. Before ATOM goes on with the request, the blocks
     have no hash, and others would not find the state.
     """
-    engine = engine_of(device_blocks=60)
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted(device_blocks=60)
     seq, long = engine.add(PROMPT, 2), engine.add(range(1000, 1150))
     for _ in range(2):
         engine.step()
@@ -228,9 +230,7 @@ def test_a_load_that_fails_leaves_the_state_where_it_began(copies):
 def test_an_abort_leaves_nothing_behind(copies, steps):
     """S5.23: while its state is loaded, when it has ended, when it is restored, and later."""
     copies(COPIERS["late"])
-    engine = engine_of()
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted()
     seq = engine.add(PROMPT, 4)
     for _ in range(steps):
         engine.step()
@@ -255,9 +255,7 @@ def test_without_room_for_its_state_a_prompt_is_computed():
 @pytest.mark.parametrize("steps", range(1, 6))
 def test_a_reset_ends_a_load(copies, steps):
     copies(COPIERS["late"])
-    engine = engine_of()
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted()
     mends.chunks_computed_from_before_a_reset_are_not_found(engine)
     seq = engine.add(PROMPT, 3)
     for _ in range(steps):

@@ -45,6 +45,14 @@ def evict(engine):
     serve(engine, range(500, 500 + 4 * engine.config.num_kvcache_blocks - 4))
 
 
+def evicted(**options):
+    """An engine of which the host alone has the prompt."""
+    engine = engine_of(**options)
+    serve(engine, PROMPT)
+    evict(engine)
+    return engine
+
+
 def statistics(engine):
     return engine.connector.cache.statistics()
 
@@ -115,9 +123,7 @@ def test_stored_chunks_are_not_stored_again():
 
 def test_a_loaded_prefix_is_on_the_device_for_others():
     """S5.21."""
-    engine = engine_of()
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted()
     serve(engine, PROMPT)
     loaded = statistics(engine).chunks_loaded
     again = serve(engine, [*PROMPT, 5])
@@ -435,9 +441,7 @@ def test_a_block_whose_token_changed_after_it_was_computed_is_not_stored():
 def test_two_requests_with_a_prefix_load_a_copy_each(copies):
     """ATOM has given the second one its blocks before it could be made to wait for the first (rule 12)."""
     copies(COPIERS["late"])
-    engine = engine_of(device_blocks=24)
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted(device_blocks=24)
     seqs = [engine.add(PROMPT), engine.add(PROMPT)]
     engine.step()
     assert len(engine.connector._loading) == 2
@@ -497,9 +501,7 @@ def test_chunks_that_left_the_device_are_loaded_behind_those_still_there(defers)
 
 
 def test_atom_shows_what_was_stored_and_loaded():
-    engine = engine_of()
-    serve(engine, PROMPT)
-    evict(engine)
+    engine = evicted()
     serve(engine, PROMPT)
     said = engine.connector.get_statistics()
     assert said["loaded_tokens"] == 32 and said["saved_tokens"] == 4 * statistics(engine).chunks_stored

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.engines.atom.source import WHY_NOT_REAL
+from tests.support.tier_refusals import REFUSED
 
 if WHY_NOT_REAL:
     pytest.skip(WHY_NOT_REAL, allow_module_level=True)
@@ -34,7 +35,6 @@ from tests.engines.atom.tiered import Gate, TieredEngine, config_over, damage
 PATIENCE = 30.0  # seconds: deadlines are of tens of milliseconds, and this machine may be busy
 PROMPTS = [list(range(at, at + 41)) for at in range(0, 800, 100)]  # ten blocks each
 BLOCKS = 10
-KNOWN = "kind, path, bytes, offload, policy, model, revision, keep_others"
 
 
 @pytest.fixture
@@ -383,16 +383,7 @@ def test_lost_reports_are_repeated(path, monkeypatch):
 # Refusals at start
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (dict(kind="s3"), "unknown kind of tier 's3'; known are file, mooncake, redis, rediss, unix"),
-        (dict(size=5), f"unknown key 'size' in a tier; known keys are {KNOWN}"),
-        (dict(bytes="64GiB"), "bytes of a tier is a whole number of bytes, at least 1; got '64GiB'"),
-        (dict(path=""), "path of a tier is a text that is not empty; got ''"),
-        (dict(offload="sometimes"), "offload of a tier is lazy or eager or None; got 'sometimes'"),
-    ],
-)
+@pytest.mark.parametrize(("more", "sentence"), REFUSED)
 def test_invalid_options_of_a_tier_are_refused(path, more, sentence):
     with pytest.raises(ConfigurationError) as refused:
         TieredEngine(config_over(path, tier=more))
