@@ -225,6 +225,18 @@ def _lanes(engine: Engine, group: int) -> Iterator[torch.Tensor]:
         yield engine.ranks[0].region[block].view(engine.cache.planner.ranks, -1)
 
 
+def fail_once(rank: ByteRank) -> None:
+    """The next copy of this rank raises."""
+    copier = rank.half._worker._copier
+    submit = copier.submit
+
+    def fails(*arguments: object) -> None:
+        copier.submit = submit
+        raise OSError("this rank has lost its link")
+
+    copier.submit = fails
+
+
 def forget_the_device(engine: Engine) -> None:
     """Nothing is in the device's memory any more, and nothing is found there."""
     assert engine.scheduler.reset_prefix_cache()

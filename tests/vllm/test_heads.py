@@ -14,7 +14,7 @@ from connector.vllm.heads import different_heads
 from connector.vllm.settings import Settings
 from cpu_prefix_cache.deciding import Direction
 from tests.vllm import byte_ranks
-from tests.vllm.byte_ranks import damage, forget_the_device, swap_lanes
+from tests.vllm.byte_ranks import damage, fail_once, forget_the_device, swap_lanes
 from tests.vllm.engine import HEADS, Engine, drafting, head, latent, state, vllm_config
 from tests.vllm.test_stress import live_through
 
@@ -88,14 +88,7 @@ def test_ranks_with_the_same_head_write_it_in_turns(tmp_path):
 
 def test_chunks_that_one_of_them_could_not_write_are_found_by_nobody(tmp_path):
     with engine_of(tmp_path, step_tokens=64) as engine:
-        copier = engine.ranks[3].half._worker._copier
-        submit = copier.submit
-
-        def fails(*arguments):
-            copier.submit = submit
-            raise OSError("this rank has lost its link")
-
-        copier.submit = fails
+        fail_once(engine.ranks[3])
         answer = engine.run(PROMPT)
         assert engine.cache.statistics().stores_failed == 1
         for _ in range(2):  # computed, and stored again; then loaded

@@ -6,9 +6,7 @@ from it on by prompts with the same one.
 
 import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.request import Request
 
 from tests.vllm.engine import BLOCK, Engine
 
@@ -30,17 +28,11 @@ def engine(tmp_path, request):
 
 def see(engine: Engine, image: str | None) -> tuple[int, int]:
     """Tokens found on the device, and with the host, of the prompt with this image."""
-    id = f"{image} {engine.counts['submitted']}"
-    engine.counts["submitted"] += 1
     place = PlaceholderRange(offset=IMAGE_START, length=IMAGE_TOKENS)
     images = (
         [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)] if image else None
     )
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-    request = Request(id, list(TOKENS), sampling, None, mm_features=images, block_hasher=engine._hasher)
-    engine.requests[id] = request
-    engine.model.begin(request)
-    engine.scheduler.add_request(request)
+    engine.submit(TOKENS, max_tokens=2, mm_features=images)
     engine.admitted.clear()
     engine.drain()
     return engine.admitted[0]

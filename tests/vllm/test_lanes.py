@@ -30,7 +30,7 @@ from cpu_prefix_cache.deciding import (
     conversation_bytes,
 )
 from tests.vllm import byte_ranks
-from tests.vllm.byte_ranks import BlockMemory, carried, damage, forget_the_device, swap_lanes
+from tests.vllm.byte_ranks import BlockMemory, carried, damage, fail_once, forget_the_device, swap_lanes
 from tests.vllm.engine import BLOCK, Engine, full, latent, state, vllm_config, window
 from tests.vllm.test_ranks import meet
 from tests.vllm.test_stress import live_through
@@ -139,18 +139,6 @@ def test_each_latent_is_written_by_one_rank(tmp_path):
 
 
 # Failures
-
-
-def fail_once(rank):
-    """The next copy of this rank raises."""
-    copier = rank.half._worker._copier
-    submit = copier.submit
-
-    def fails(*arguments):
-        copier.submit = submit
-        raise OSError("this rank has lost its link")
-
-    copier.submit = fails
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -5,8 +5,6 @@ hashes of blocks, so in our keys. The control is the same request once more.
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
 from tests.vllm.engine import BLOCK, Engine
 
@@ -27,13 +25,7 @@ TWINS = {
 
 def found(engine: Engine, more: dict) -> int:
     """Tokens of the prompt that a request with `more` finds on the device or on the host."""
-    id = f"twin {engine.counts['submitted']}"
-    engine.counts["submitted"] += 1
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-    request = Request(id, list(TOKENS), sampling, None, block_hasher=engine._hasher, **more)
-    engine.requests[id] = request
-    engine.model.begin(request)
-    engine.scheduler.add_request(request)
+    engine.submit(TOKENS, max_tokens=2, **more)
     engine.admitted.clear()
     engine.drain()
     return max(engine.admitted[0])
