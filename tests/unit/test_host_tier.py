@@ -174,16 +174,21 @@ def test_a_byte_that_changes_in_the_host_after_it_was_promoted_is_seen(tmp_path)
     assert seen.found > 0 and len(wrong) > 3
 
 
+def next_that_finds_nothing(folder):
+    engine = engine_with(tier(folder, offload="eager"))
+    for _ in range(20):
+        engine.step()
+    assert engine.host.statistics().tier.found == 0
+    return engine
+
+
 def test_a_reset_ends_what_the_files_hold_also_for_the_next_engine(tmp_path):
     first = engine_with(tier(tmp_path, offload="eager"))
     serve(first)
     first.host.reset()
     first.host.begin_step()
     first.host.close()
-    second = engine_with(tier(tmp_path, offload="eager"))
-    for _ in range(20):
-        second.step()
-    assert second.host.statistics().tier.found == 0
+    second = next_that_finds_nothing(tmp_path)
     second.host.close()
 
 
@@ -195,10 +200,7 @@ def test_chunks_stored_after_a_reset_are_for_no_later_engine(tmp_path, revision)
     _, seen = serve(first)
     assert seen.hit_tokens > 0, "nothing was stored after the reset"
     first.host.close()
-    second = engine_with(tier(tmp_path, offload="eager"))
-    for _ in range(20):
-        second.step()
-    assert second.host.statistics().tier.found == 0
+    second = next_that_finds_nothing(tmp_path)
     serve(second)
     second.host.close()
     third = engine_with(tier(tmp_path, offload="eager"))

@@ -710,10 +710,7 @@ def test_one_report_may_bring_a_whole_chain(engine):
 @pytest.mark.parametrize("landed", [True, False])
 def test_stores_that_follow_a_failed_store_fail_with_it(engine, landed):
     engine.starts("r", "ab")
-    ids = []
-    for chunks in (1, 2):
-        engine.computes("r", chunks)
-        ids += [transfer.id for transfer in engine.steps().transfers]
+    ids = engine.stores_chunk_by_chunk("r", 2)
     if landed:
         engine.reports([ids[1]])
     engine.reports(failed=[ids[0]])
@@ -766,10 +763,7 @@ def test_one_rank_that_fails_fails_the_load_for_all():
 def test_a_store_that_read_a_bad_block_registers_nothing(engine):
     """Rule 13: nor does what hangs below it. What is stored afterwards, does."""
     engine.starts("r", "ab")
-    ids = []
-    for chunks in (1, 2):
-        engine.computes("r", chunks)
-        ids += [transfer.id for transfer in engine.steps().transfers]
+    ids = engine.stores_chunk_by_chunk("r", 2)
     engine.cache.invalidated([engine.slots["r"][0]])
     engine.starts("x", "x")
     engine.computes("x")

@@ -150,6 +150,15 @@ def test_stores_and_loads_do_not_wait_for_each_other():
     store.until_passed()
 
 
+def check_round_trip(bench):
+    ids = list(range(BLOCKS))
+    bench.copy(Direction.STORE, ids, ids)
+    for part in bench.parts:
+        part.fill_(POISON)
+    bench.copy(Direction.LOAD, ids, ids)
+    assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
+
+
 def under_way(bench):
     return any(stream.entries for stream in bench.streams.all if stream is not bench.streams.compute)
 
@@ -180,11 +189,7 @@ def test_nothing_is_under_way_when_submit_raises_and_the_next_copy_works(
         part.fill_(POISON)
     for part, was in zip(bench.parts, bench.before, strict=True):
         part.copy_(was)
-    bench.copy(Direction.STORE, ids, ids)
-    for part in bench.parts:
-        part.fill_(POISON)
-    bench.copy(Direction.LOAD, ids, ids)
-    assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
+    check_round_trip(bench)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -209,11 +214,7 @@ def test_direct_copies_that_fail_leave_nothing_behind(monkeypatch, direction):  
                 bench.copy(direction, ids, ids)
             assert not under_way(bench)
     bench.host.fill_(POISON)
-    bench.copy(Direction.STORE, ids, ids)
-    for part in bench.parts:
-        part.fill_(POISON)
-    bench.copy(Direction.LOAD, ids, ids)
-    assert all(torch.equal(part, was) for part, was in zip(bench.parts, bench.before, strict=True))
+    check_round_trip(bench)
 
 
 @pytest.mark.parametrize("direct", [False, True])

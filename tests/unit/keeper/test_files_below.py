@@ -229,18 +229,14 @@ def test_requests_go_on_while_the_disk_is_full(tmp_path, monkeypatch):
         assert engine.serves("a") == 1
 
 
-def test_files_that_cannot_be_made_leave_the_pool_as_it_is(tmp_path):
-    with Node(tmp_path, below=f"file:{tmp_path}/missing:1GiB") as node, PoolEngine(node.address) as engine:
+@pytest.mark.parametrize(
+    ("below", "sentence"), [("/missing:1GiB", "cannot be opened"), (":2000PiB", "no memory for an index")]
+)
+def test_files_that_cannot_be_made_leave_the_pool_as_it_is(tmp_path, below, sentence):
+    with Node(tmp_path, below=f"file:{tmp_path}{below}") as node, PoolEngine(node.address) as engine:
         engine.stores(PROMPT)
         assert engine.serves(PROMPT) == len(PROMPT)
-        assert "cannot be opened" in node.log.read_text() and not node.is_open()
-
-
-def test_files_of_more_slots_than_there_is_memory_for_leave_the_pool_as_it_is(tmp_path):
-    with Node(tmp_path, below=f"file:{tmp_path}:2000PiB") as node, PoolEngine(node.address) as engine:
-        engine.stores(PROMPT)
-        assert engine.serves(PROMPT) == len(PROMPT)
-        assert "no memory for an index" in node.log.read_text() and not node.is_open()
+        assert sentence in node.log.read_text() and not node.is_open()
 
 
 def test_a_keeper_with_files_imports_no_torch(tmp_path):

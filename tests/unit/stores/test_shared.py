@@ -48,10 +48,16 @@ def with_values(store, values):
     return store
 
 
-def test_a_second_engine_finds_what_the_first_one_has_stored(filled):
-    second = engine_on(filled)
+def served_by_another(store):
+    """Prompts of which the store has values: wrong blocks, and what the tier has counted."""
+    second = engine_on(store)
     wrong, seen = serve(second, number=12)
     second.host.close()
+    return wrong, seen
+
+
+def test_a_second_engine_finds_what_the_first_one_has_stored(filled):
+    wrong, seen = served_by_another(filled)
     assert wrong == []
     assert seen.hit_tokens > HOST_BLOCKS * BLOCK_TOKENS / 4, "nothing came from the store: this compares nothing"
     assert seen.found > HOST_BLOCKS / 2 and seen.refused == 0 and seen.unanswered == 0
@@ -88,9 +94,7 @@ def exchange(values, name, other):
 def test_values_that_are_not_what_they_should_be_are_computed_again(filled, how):
     """tiers 1, 2, 3, 4"""
     damaged(filled.values, how)
-    second = engine_on(filled)
-    wrong, seen = serve(second, number=12)
-    second.host.close()
+    wrong, seen = served_by_another(filled)
     assert wrong == []
     assert seen.refused > 0 and seen.hit_tokens > 0
 
@@ -101,9 +105,7 @@ def test_control_without_frames_damage_is_seen(filled, how, monkeypatch):
     for value in filled.values.values():  # of values of whatever content
         value[: frame.SIZE] = bytes(frame.SIZE)
     monkeypatch.setattr(frame, "pack", lambda *_: bytes(frame.SIZE))
-    second = engine_on(filled)
-    wrong, seen = serve(second, number=12)
-    second.host.close()
+    wrong, seen = served_by_another(filled)
     assert wrong != [] and seen.refused == 0
 
 
