@@ -36,7 +36,6 @@ from cpu_prefix_cache.copier.sections import in_sections, numbers_of
 from cpu_prefix_cache.copier.streams import LinkStreams, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
-from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.memory.moves import SEAM_BYTES
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -54,9 +53,8 @@ class StagedCopier(Copier):
 
     Arguments and errors are those of Binding, and: `host` is contiguous; for tensors on a CUDA or HIP device it is
     pinned, or begins `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross
-    directly. With `loads_first` stores pause for loads (loads_first.py). `driver`, `streams`, `tiling` and `seam_bytes`
-    are for tests. Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not
-    fit the device.
+    directly. With `loads_first` stores pause for loads (loads_first.py). `streams` and `seam_bytes` are for tests.
+    Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not fit the device.
     """
 
     knows_pieces = True
@@ -71,9 +69,7 @@ class StagedCopier(Copier):
         pinned: HostArena | None = None,
         ring_bytes: int = RING_BYTES,
         direct_bytes: int = DIRECT_BYTES,
-        driver: Driver | None = None,
         streams: Streams | None = None,
-        tiling: Tiling | None = None,
         seam_bytes: int = SEAM_BYTES,
         loads_first: bool = False,
     ) -> None:
@@ -81,11 +77,9 @@ class StagedCopier(Copier):
         device = self._binding.device
         _check_machine(device, host, pinned)
         self._working: Callable[[], AbstractContextManager[None]]  # lets any thread work on the device
-        if driver is None and device.type == "cuda":
-            driver = accelerator_driver()
-        self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
         self._streams = streams_for(device, SLOTS) if streams is None else streams
-        tiling = tiling_on(device) if tiling is None else tiling
+        driver = self._streams.driver
+        self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
         self._region = region = HostRegion(host, driver, pinned, seam_bytes)
         groups = self._binding.groups
@@ -104,7 +98,7 @@ class StagedCopier(Copier):
         end = partial(_synchronize, self._working, stores, loads)
         weakref.finalize(self, end_outside_of, (), os.getpid(), end).atexit = False
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels are compiled for it
-            through = partial(ThroughRing, region=region, slot_bytes=slot_bytes, tiling=tiling)
+            through = partial(ThroughRing, region=region, slot_bytes=slot_bytes, tiling=tiling_on(device))
             self._paths = [
                 through(group) if whole is None else Direct(whole, region)
                 for group, whole in zip(groups, direct, strict=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from cpu_prefix_cache.copier.events import AllOf, Event, Passed, ReadsOf
-from cpu_prefix_cache.memory.driver import accelerator_driver
+from cpu_prefix_cache.memory.driver import Driver, accelerator_driver
 
 
 class Stream(Protocol):
@@ -57,11 +57,12 @@ class LinkStreams:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Streams of a staged copier. `compute` returns the engine's current stream."""
+    """Streams of a staged copier. `compute` returns the engine's current stream. Host memory has no `driver`."""
 
     compute: Callable[[], Stream]
     stores: LinkStreams
     loads: LinkStreams
+    driver: Driver | None = None
 
 
 class ImmediateStream:
@@ -162,4 +163,4 @@ def streams_for(device: torch.device, num_slots: int) -> Streams:
         kernels = [CudaStream(torch.cuda.Stream(device)) for _ in range(num_slots)]
         return LinkStreams(kernels, CudaStream(torch.cuda.Stream(device)))
 
-    return Streams(lambda: CudaStream(torch.cuda.current_stream(device)), stores=new(), loads=new())
+    return Streams(lambda: CudaStream(torch.cuda.current_stream(device)), new(), new(), accelerator_driver())

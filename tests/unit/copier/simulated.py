@@ -1,5 +1,6 @@
 """A staged copier of tensors in host memory that takes them for a device's: it has a simulated driver."""
 
+from dataclasses import replace
 from functools import partial
 
 from cpu_prefix_cache.copier.staged import StagedCopier
@@ -9,11 +10,11 @@ from cpu_prefix_cache.memory.moves import SEAM_BYTES
 def simulated_copier(driver, shapes, tensors, host, *, pinned=None, seam_bytes=SEAM_BYTES, **options):
     """Unless an arena is `pinned`, `host` is, as an arena would be, slice by slice. The thread has no device, so that a
     copier that does not see to it is noticed."""
-    streams = driver.streams.streams
+    streams = replace(driver.streams.streams, driver=driver)
     with driver.working_in(0):
         for first in range(0, host.numel() if pinned is None else 0, seam_bytes):
             driver.register(host.data_ptr() + first, min(seam_bytes, host.numel() - first))
-        options |= dict(driver=driver, streams=streams, pinned=pinned, seam_bytes=seam_bytes)
+        options |= dict(streams=streams, pinned=pinned, seam_bytes=seam_bytes)
         copier = StagedCopier(shapes, tensors, host, **options)
     copier._working = partial(driver.working_in, 0)  # the number of the device; a tensor in host memory has none
     return copier
