@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Shapes, Tensors
+from cpu_prefix_cache.copier.binding import Binding, Shapes, Tensors
 from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.ring import RING_BYTES
 from cpu_prefix_cache.memory.arena import HostArena
@@ -39,7 +39,7 @@ def choose_copier(
     ring_bytes: int = RING_BYTES,
     loads_first: bool = False,
 ) -> ChosenCopier:
-    """The copier for these tensors. The arguments are those of StagedCopier, which alone needs the last three.
+    """The copier for these tensors. The arguments are those of Binding, and of StagedCopier the last three.
 
     Raises ConfigurationError for an unknown name, and what the copier raises. Triton is imported only if it is needed.
     """
@@ -52,9 +52,8 @@ def choose_copier(
         from cpu_prefix_cache.copier.staged import StagedCopier
     except ImportError as missing:
         raise ConfigurationError(f'staged copies need Triton ({missing}); install it, or say "reference"') from missing
-    copier = StagedCopier(
-        shapes, tensors, host, null_block=null_block, pinned=pinned, ring_bytes=ring_bytes, loads_first=loads_first
-    )
+    binding = Binding(shapes, tensors, host, null_block)
+    copier = StagedCopier(binding, pinned=pinned, ring_bytes=ring_bytes, loads_first=loads_first)
     return ChosenCopier(copier, name, f"{reason}; {copier.paths}")
 
 

@@ -26,7 +26,7 @@ import torch
 
 from cpu_prefix_cache.copier import triton_staging
 from cpu_prefix_cache.copier.base import Copier
-from cpu_prefix_cache.copier.binding import Binding, BoundGroup, Shapes, Tensors
+from cpu_prefix_cache.copier.binding import Binding, BoundGroup
 from cpu_prefix_cache.copier.events import AllOf, Event, ReadsOf, Stored
 from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
@@ -48,24 +48,21 @@ Paths = Sequence[tuple[Direct | ThroughRing, GroupCopy]]  # copies, each with it
 
 
 class StagedCopier(Copier):
-    """Copies through two staging rings of `ring_bytes` bytes of device memory together. CPU tensors, which need
-    Triton's interpreter, are for tests.
+    """Copies what `binding` binds through two staging rings of `ring_bytes` bytes of device memory together. CPU
+    tensors, which need Triton's interpreter, are for tests.
 
-    Arguments and errors are those of Binding, and: `host` is contiguous; for tensors on a CUDA or HIP device it is
-    pinned, or begins `pinned`, which is pinned later. Blocks of `direct_bytes` bytes or more in every part cross
+    The host region is contiguous; for tensors on a CUDA or HIP device it is pinned, or begins `pinned`, which is pinned
+    later. Blocks of `direct_bytes` bytes or more in every part cross
     directly. With `loads_first` stores pause for loads (loads_first.py). `streams` and `seam_bytes` are for tests.
-    Raises ConfigurationError also when the rings are too small for the largest part, or Triton does not fit the device.
+    Raises ConfigurationError when the rings are too small for the largest part, or Triton does not fit the device.
     """
 
     knows_pieces = True
 
     def __init__(
         self,
-        shapes: Shapes,
-        tensors: Tensors,
-        host: torch.Tensor,
+        binding: Binding,
         *,
-        null_block: int | None = None,
         pinned: HostArena | None = None,
         ring_bytes: int = RING_BYTES,
         direct_bytes: int = DIRECT_BYTES,
@@ -73,8 +70,7 @@ class StagedCopier(Copier):
         seam_bytes: int = SEAM_BYTES,
         loads_first: bool = False,
     ) -> None:
-        self._binding = Binding(shapes, tensors, host, null_block)
-        device = self._binding.device
+        self._binding, host, device = binding, binding.host, binding.device
         _check_machine(device, host, pinned)
         self._working: Callable[[], AbstractContextManager[None]]  # lets any thread work on the device
         self._streams = streams_for(device, SLOTS) if streams is None else streams
@@ -82,7 +78,7 @@ class StagedCopier(Copier):
         self._working = nullcontext if driver is None else partial(driver.working_in, device.index)
         self._loads_first = LoadsFirst(PATIENCE_SECONDS if loads_first else 0.0)
         self._region = region = HostRegion(host, driver, pinned, seam_bytes)
-        groups = self._binding.groups
+        groups = binding.groups
         direct = [without_ring(group, direct_bytes) for group in groups]
         staged = [group for group, whole in zip(groups, direct, strict=True) if whole is None]
         num_slots, slot_bytes = _slots(staged, ring_bytes // 2)

@@ -99,6 +99,7 @@ def tensors_on(kind):
 def test_tensors_that_torch_calls_cuda_are_staged_and_the_log_names_their_vendor(built_for, monkeypatch, vendor):
     built_for(vendor, SimpleNamespace(name=vendor))
     monkeypatch.setattr(staged, "StagedCopier", lambda *_, **__: SimpleNamespace(paths="directly"))
+    monkeypatch.setattr("cpu_prefix_cache.copier.choose.Binding", lambda *_: None)
     choice = choose_copier(None, tensors_on("cuda"), None)
     assert (choice.name, choice.reason) == ("staged", f"the device tensors are on a device of {vendor}; directly")
 

@@ -12,6 +12,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.copier import paths, ring, staged, triton_staging
+from cpu_prefix_cache.copier.binding import Binding
 from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import LoadsFirst
 from cpu_prefix_cache.copier.reference import ReferenceCopier
@@ -353,7 +354,7 @@ def test_even_if_what_fits_a_slot_is_one_host_block_of_several():
     parts = [raw[:, :128], raw[:, 128:256], raw[:, 256:]]
     shapes, copies = shapes_of([parts], [2], 512), [GroupCopy(0, (6, 3, 5, 0), (4, 7, 3, 2))]
     host, expected = poisoned(7, 512), poisoned(7, 512)
-    StagedCopier(shapes, [parts], host, ring_bytes=2048).copy(Direction.STORE, copies)
+    StagedCopier(Binding(shapes, [parts], host), ring_bytes=2048).copy(Direction.STORE, copies)
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
 
@@ -361,8 +362,8 @@ def test_even_if_what_fits_a_slot_is_one_host_block_of_several():
 def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
     parts = [randoms(5, 700)]
     with pytest.raises(ConfigurationError, match="ring_bytes=4096 works"):
-        StagedCopier(shapes_of([parts], [1], 700), [parts], poisoned(5, 700), ring_bytes=4095)
-    StagedCopier(shapes_of([parts], [1], 700), [parts], poisoned(5, 700), ring_bytes=4096)
+        StagedCopier(Binding(shapes_of([parts], [1], 700), [parts], poisoned(5, 700)), ring_bytes=4095)
+    StagedCopier(Binding(shapes_of([parts], [1], 700), [parts], poisoned(5, 700)), ring_bytes=4096)
 
 
 @pytest.mark.parametrize("seam", [64, 100, 1000, 1024, 5000])
@@ -396,7 +397,7 @@ def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     assert part[0].numel() >= staged.DIRECT_BYTES
     host = poisoned(8, part[0].numel() // 2)
     shapes = shapes_of([[part]], [2], host.shape[1])
-    copier = StagedCopier(shapes, [[part]], host, ring_bytes=0)
+    copier = StagedCopier(Binding(shapes, [[part]], host), ring_bytes=0)
     monkeypatch.setattr(triton_staging.Launcher, "launch", None)  # what only staging needs
     copier.copy(Direction.STORE, [GroupCopy(0, (7, 3, 1, 2), (4, 1))])
     assert torch.equal(host[[7, 3, 1, 2]].view(2, -1), part[[4, 1]].view(2, -1))
@@ -411,7 +412,7 @@ def test_nor_are_layers_that_lie_together_in_every_block():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
     copier = StagedCopier(
-        shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60), ring_bytes=0, direct_bytes=60
+        Binding(shapes_of([layers], [1], 60), [layers], host := poisoned(6, 60)), ring_bytes=0, direct_bytes=60
     )
     copier.copy(Direction.STORE, [GroupCopy(0, (3, 1), (0, 5))])
     assert torch.equal(host[[3, 1]], raw[[0, 5], :60])
@@ -421,7 +422,7 @@ def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
     shapes, host = shapes_of([layers], [2], 60), poisoned(6, 60)
-    copier = StagedCopier(shapes, [layers], host, ring_bytes=4096, direct_bytes=60)
+    copier = StagedCopier(Binding(shapes, [layers], host), ring_bytes=4096, direct_bytes=60)
     copier.copy(Direction.STORE, [GroupCopy(0, (3, 1), (0, 5))])
     assert torch.equal(host[[3, 1]].flatten(), torch.cat([layer[[0, 5]].flatten() for layer in layers]))
 
@@ -429,7 +430,7 @@ def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them
 def test_several_parts_are_not_staged_when_all_are_large():
     parts = [randoms(6, 60), randoms(6, 70, seed=1)]
     host = poisoned(12, 100)
-    copier = StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, direct_bytes=60)
+    copier = StagedCopier(Binding(shapes_of([parts], [2], 100), [parts], host), ring_bytes=0, direct_bytes=60)
     copies = [GroupCopy(0, (7, 3, 0, 1, 11, 9), (0, 5, 2, 1))]
     copier.copy(Direction.STORE, copies)
     expected = poisoned(12, 100)
@@ -443,7 +444,7 @@ def test_several_parts_are_not_staged_when_all_are_large():
         assert torch.equal(part[[0, 5, 2, 1]], was[[0, 5, 2, 1]])
         assert (part[[3, 4]] == POISON).all()
     with pytest.raises(ConfigurationError, match="too small for a part of 140 bytes"):
-        StagedCopier(shapes_of([parts], [2], 100), [parts], host, ring_bytes=0, direct_bytes=61)
+        StagedCopier(Binding(shapes_of([parts], [2], 100), [parts], host), ring_bytes=0, direct_bytes=61)
 
 
 @pytest.mark.parametrize(("most", "moves"), [(1024, [16] * 3), (512, [8] * 6), (256, [4] * 12)])
@@ -499,7 +500,7 @@ def test_a_ring_need_not_hold_what_lies_together_only_part_by_part():
     parts = [raw[:, at : at + 500] for at in range(0, 4500, 500)]
     others = [randoms(4, 24, seed=1)]
     host = poisoned(4, 4524)
-    copier = StagedCopier(shapes_of([parts + others], [1], 4524), [parts + others], host, ring_bytes=2048)
+    copier = StagedCopier(Binding(shapes_of([parts + others], [1], 4524), [parts + others], host), ring_bytes=2048)
     copier.copy(Direction.STORE, [GroupCopy(0, (3, 0), (1, 2))])
     assert torch.equal(host[[3, 0], :4500], raw[[1, 2], :4500])
 
@@ -530,7 +531,7 @@ def test_every_fragment_in_a_slot_is_as_aligned_as_its_words_are(monkeypatch):
         lambda launcher, direction, pitch, slot, *_: seen.append((launcher, pitch, slot)),
     )
     parts = [randoms(4, 32), randoms(4, 6, seed=1), randoms(4, 16, seed=2)]
-    copier = StagedCopier(shapes_of([parts], [2], 128), [parts], poisoned(4, 128), ring_bytes=4 * 1024)
+    copier = StagedCopier(Binding(shapes_of([parts], [2], 128), [parts], poisoned(4, 128)), ring_bytes=4 * 1024)
     seen.clear()
     copier.copy(Direction.STORE, [GroupCopy(0, (0, 1), (0, 1, 2, 3))])
     assert sorted(launcher.alignment for launcher, *_ in seen) == [2, 4, 16]
@@ -547,9 +548,9 @@ def test_a_staged_copier_names_its_requirements(monkeypatch):
     part = randoms(4, 64)
     shapes = shapes_of([[part]], [1], 64)
     with pytest.raises(ConfigurationError, match="contiguous"):
-        StagedCopier(shapes, [[part]], poisoned(4, 128)[:, :64])
+        StagedCopier(Binding(shapes, [[part]], poisoned(4, 128)[:, :64]))
     with pytest.raises(ConfigurationError, match="reference copier takes any"):
-        StagedCopier(shapes, [[part.to("meta")]], poisoned(4, 64))
+        StagedCopier(Binding(shapes, [[part.to("meta")]], poisoned(4, 64)))
     monkeypatch.setattr(triton_staging, "INTERPRETED", False)
     with pytest.raises(ConfigurationError, match="TRITON_INTERPRET=1"):
-        StagedCopier(shapes, [[part]], poisoned(4, 64))
+        StagedCopier(Binding(shapes, [[part]], poisoned(4, 64)))

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from cpu_prefix_cache.copier.base import Copier
+from cpu_prefix_cache.copier.binding import Binding
 from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.memory.arena import HostArena
@@ -109,7 +110,8 @@ def _rates(device: torch.device, arena: HostArena, fragment: int) -> Iterator[Ra
         ("staged", NEVER, MANY),
         ("direct", 1, MANY if fragment >= 64 * KIB else 1),
     ):
-        copier = StagedCopier(OneGroup(BLOCK_BYTES), [tensors], arena.blocks, pinned=arena, direct_bytes=direct_bytes)
+        binding = Binding(OneGroup(BLOCK_BYTES), [tensors], arena.blocks)
+        copier = StagedCopier(binding, pinned=arena, direct_bytes=direct_bytes)
         for direction in Direction:
             seconds = _seconds(partial(_submit, copier, direction, copies, transfers), _until_last_passed)
             yield Rate(method, fragment, direction.value, transfers * TRANSFER_BYTES / seconds / 1e9)
