@@ -542,3 +542,14 @@ def test_several_blocks_to_a_key_are_given_in_token_order():
     assert full[0, 0, 5:, 0, 0].tolist() == [0, 1, 2] and window[1, 0, 8:12, 3, 7].tolist() == [3, 2, 5, 4]
     with pytest.raises(MisuseError, match="has 2 blocks for each key"):
         host.put(PROMPT[:3], [[0, 1, 2], [2, 3, 4]])
+
+
+def test_keys_of_two_prompts_are_not_loaded_together():
+    """A load pins the last key of each stretch, which holds those before it in its own prompt alone."""
+    engine = KeyedEngine(["attention"])
+    engine.put(PROMPT[:2], [[0, 1]])
+    engine.put(other := keys("other", "after"), [[2, 3]])
+    with pytest.raises(MisuseError, match="must follow each other in one prompt"):
+        engine.host.load([PROMPT[0], other[1]], [[8, 9]])
+    assert engine.loaded(PROMPT[:2] + other, [[8, 9, 10, 11]]), "one whole prompt behind another is two stretches"
+    engine.host.cache.check_valid()
