@@ -40,14 +40,10 @@ def test_files_are_cut_off_replaced_overwritten_and_deleted_in_service(bed):
         for name in FILES:
             shutil.copy(folder / name, folder / "copy")
             os.replace(folder / "copy", folder / name)
-        engine.goes_on()
-        engine.reset()
-        engine.goes_on()
+        engine.goes_on_through_a_reset()
     with bed.story(engine, "the folder deleted, a reset"):
         shutil.rmtree(folder.parent)
-        engine.goes_on()
-        engine.reset()
-        engine.goes_on()
+        engine.goes_on_through_a_reset()
     engine.end()
 
 
@@ -66,9 +62,7 @@ def test_control_without_checksums_wrong_bytes_are_seen(bed):
 def test_a_disk_that_is_frozen(ext4, on_ext4):
     engine = on_ext4.engine().warm_up()
     with on_ext4.story(engine, f"frozen for {SECONDS:g} s, with a reset"), ext4.frozen():
-        engine.goes_on(SECONDS / 2)
-        engine.reset()
-        engine.goes_on(SECONDS / 2)
+        engine.goes_on_through_a_reset(SECONDS)
     with on_ext4.story(engine, "thawed"):
         engine.uses_its_tier()
     engine.end()
@@ -98,9 +92,7 @@ def test_a_disk_that_is_full(ext4, on_ext4):
     with on_ext4.story(engine, "full, with two resets"), ext4.full():
         engine.goes_on()
         engine.reset()
-        engine.goes_on()
-        engine.reset()
-        engine.goes_on()
+        engine.goes_on_through_a_reset()
         engine.wait_for(lambda seen: "cannot keep a reset" in engine.log)
     with on_ext4.story(engine, "there is room again"):
         engine.uses_its_tier()
@@ -133,14 +125,10 @@ def test_a_file_system_that_fails_and_comes_back(faulty, on_faulty):
     engine = on_faulty.engine().warm_up()
     for fault, seconds in (("hang", SECONDS), ("EIO", 1), ("ENOSPC", 1), ("EROFS", 1)):
         with on_faulty.story(engine, f"{fault} for {seconds:g} s, with a reset"), faulty.told(fault):
-            engine.goes_on(seconds / 2)
-            engine.reset()
-            engine.goes_on(seconds / 2)
+            engine.goes_on_through_a_reset(seconds)
         with on_faulty.story(engine, f"{fault} is over"):
             engine.uses_its_tier()
     with on_faulty.story(engine, "the file system dies, with a reset"):
         faulty.die()
-        engine.goes_on()
-        engine.reset()
-        engine.goes_on()
+        engine.goes_on_through_a_reset()
     engine.end()

@@ -79,6 +79,11 @@ class Engine:
         self.grow({"steps": steps, "host_tokens": 1, "ended": 3})
         self.wait_for(lambda seen: time.monotonic() >= until)
 
+    def goes_on_through_a_reset(self, seconds=0.0):
+        self.goes_on(seconds / 2)
+        self.reset()
+        self.goes_on(seconds / 2)
+
     def uses_its_tier(self):
         """It writes to it, and loads from it."""
         self.grow({"stored": 1, "tier_tokens": 1})
