@@ -323,3 +323,9 @@ class Engine:
 def output_of(sampled, **said):
     none = np.zeros(len(sampled), dtype=np.int32)
     return ScheduledBatchOutput(list(sampled), [(token,) for token in sampled.values()], none, none, None, **said)
+
+
+def serve(engine, tokens, num_output=1, **said):
+    seq = engine.add(tokens, num_output, **said)
+    engine.run()
+    return seq

@@ -16,8 +16,8 @@ if WHY_NOT_REAL:
     pytest.skip(WHY_NOT_REAL, allow_module_level=True)
 
 from connector.atom import geometry
-from tests.engines.atom.engine import Engine, config_of, transfer_config
-from tests.engines.atom.test_stories import DEVICE, PROMPT, check_at_rest, evict, serve
+from tests.engines.atom.engine import Engine, config_of, serve, transfer_config
+from tests.engines.atom.test_stories import DEVICE, PROMPT, check_at_rest, evict
 
 
 class PromptsOnly(Engine):

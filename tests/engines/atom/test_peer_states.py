@@ -15,12 +15,12 @@ from atom.model_engine.sequence import SequenceStatus
 
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import MeddlingCopier
+from tests.engines.atom.engine import serve
 from tests.engines.atom.test_peer_cases import Mute
 from tests.engines.atom.test_states import (
     check_at_rest,
     engine_of,
     keys,
-    serve,
     statistics,
 )
 

@@ -23,7 +23,7 @@ from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPl
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing import CorruptingCopier, LateCopier
 from tests.engines.atom import mends
-from tests.engines.atom.engine import transfer_config
+from tests.engines.atom.engine import serve, transfer_config
 from tests.engines.atom.simulation import CONTROL, simulate
 from tests.engines.atom.state_engine import LAYOUT, StateEngine, spec_of, state_config
 from tests.engines.atom.state_simulation import STATE_VARIANTS, StateSimulation
@@ -42,12 +42,6 @@ def engine_of(offload="eager", device_blocks=24, ranks=1, defers=False, **option
     return StateEngine(config, defers)
 
 
-def serve(engine, tokens, num_output=1, **said):
-    seq = engine.add(tokens, num_output, **said)
-    engine.run()
-    return seq
-
-
 def evict(engine):
     """A prompt that takes the whole device."""
     blocks = engine.config.num_kvcache_blocks
@@ -61,6 +55,14 @@ def evicted(**options):
     serve(engine, PROMPT)
     evict(engine)
     return engine
+
+
+def serve_with_a_state_halfway(engine):
+    """The device has the prompt and its state after 16 tokens, and not that after 32."""
+    serve(engine, PROMPT)
+    serve(engine, [*PROMPT[:16], *range(700, 703)])
+    deepest = engine.connector._requests.device.block(keys(engine, PROMPT)[7])
+    engine.manager.paged_state_checkpoints.store.unindex(engine.manager.kv.block(deepest).hash)
 
 
 def keys(engine, tokens):
@@ -159,11 +161,7 @@ def test_a_state_that_somebody_missed_is_stored():
 def test_a_load_goes_on_from_a_state_on_the_device(copies):
     """The state at the beginning of the load is restored first, and is not in the way of the one that is loaded."""
     engine = engine_of(device_blocks=40)
-    serve(engine, PROMPT)
-    store = engine.manager.paged_state_checkpoints.store
-    serve(engine, [*PROMPT[:16], *range(700, 703)])  # keeps the state after 16 tokens
-    deepest = engine.connector._requests.device.block(keys(engine, PROMPT)[7])
-    store.unindex(engine.manager.kv.block(deepest).hash)
+    serve_with_a_state_halfway(engine)
     again = serve(engine, PROMPT)
     assert statistics(engine).chunks_loaded == 4 and again.prefix_cache_hit_tokens == 32
     check_at_rest(engine)
@@ -217,10 +215,7 @@ def test_a_load_that_fails_is_computed_and_stored_anew(copies):
 def test_a_load_that_fails_leaves_the_state_where_it_began(copies):
     copies(FailingLoads)
     engine = engine_of(device_blocks=40)
-    serve(engine, PROMPT)
-    serve(engine, [*PROMPT[:16], *range(700, 703)])
-    deepest = engine.connector._requests.device.block(keys(engine, PROMPT)[7])
-    engine.manager.paged_state_checkpoints.store.unindex(engine.manager.kv.block(deepest).hash)
+    serve_with_a_state_halfway(engine)
     again = serve(engine, PROMPT)
     assert statistics(engine).loads_failed == 1 and again.prefix_cache_hit_tokens == 16
     check_at_rest(engine)
@@ -274,10 +269,7 @@ def test_a_state_whose_load_has_ended_at_a_reset_is_not_restored():
     """The request goes on from the state that it has got from the device, after 16 tokens."""
     engine = engine_of(device_blocks=40)
     mends.chunks_computed_from_before_a_reset_are_not_found(engine)
-    serve(engine, PROMPT)
-    serve(engine, [*PROMPT[:16], *range(700, 703)])
-    deepest = engine.connector._requests.device.block(keys(engine, PROMPT)[7])
-    engine.manager.paged_state_checkpoints.store.unindex(engine.manager.kv.block(deepest).hash)
+    serve_with_a_state_halfway(engine)
     seq = engine.add(PROMPT, 3)
     while not engine.connector._states._loaded:
         engine.step()

@@ -21,7 +21,7 @@ from cpu_prefix_cache.copier.events import Stored
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import LateCopier, MeddlingCopier
 from tests.engines.atom import mends
-from tests.engines.atom.engine import EOS, POISON, Engine, config_of, transfer_config
+from tests.engines.atom.engine import EOS, POISON, Engine, config_of, serve, transfer_config
 from tests.support.troubled_copiers import COPIERS, FailingLoads
 
 PROMPT = list(range(100, 140))  # ten blocks
@@ -32,12 +32,6 @@ def engine_of(offload="eager", device_blocks=DEVICE, ranks=1, defers=False, **op
     transfer = transfer_config(256, ranks, offload=offload, **options)
     config = config_of(kv_transfer_config=transfer, num_kvcache_blocks=device_blocks, tp_world_size=ranks)
     return Engine(config, defers=defers)
-
-
-def serve(engine, tokens, num_output=1, **said):
-    seq = engine.add(tokens, num_output, **said)
-    engine.run()
-    return seq
 
 
 def evict(engine):
