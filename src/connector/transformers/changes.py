@@ -12,7 +12,7 @@ them while they compute. A write to less than the sample of a tensor, behind tor
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -35,13 +35,13 @@ class Weights:
     def follow(self) -> None:
         """The weights may have changed since the last call."""
         places, samples, values = self._seen
-        if _places(self._model)[0] == places and _values(samples) == values:
+        if _places(self._model)[0] == places and all(map(torch.equal, _values(samples), values)):
             return
         logger.warning("the model has other weights than at the last answer: nothing cached before is used")
         self._reset()
         self._seen = self._look()  # not before: a reset that fails is tried again
 
-    def _look(self) -> tuple[list[object], Samples, list[bytes]]:
+    def _look(self) -> tuple[list[object], Samples, list[torch.Tensor]]:
         """Where all weights are, views of a sample of each, which are made once, and their values."""
         places, tensors = _places(self._model)
         samples: Samples = defaultdict(list)
@@ -52,8 +52,9 @@ class Weights:
 
 
 @torch.inference_mode()
-def _values(samples: Samples) -> list[bytes]:
-    return [torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in samples.values()]
+def _values(samples: Samples) -> list[torch.Tensor]:
+    """As bytes: a NaN is equal to itself there."""
+    return [torch.cat(each).view(torch.uint8) for each in samples.values()]
 
 
 def _places(model: torch.nn.Module) -> tuple[list[object], list[torch.Tensor]]:
@@ -65,23 +66,29 @@ def _places(model: torch.nn.Module) -> tuple[list[object], list[torch.Tensor]]:
     found, kept, known = [model], list[torch.Tensor | None](), list[object]([model.training])
     for module in found:
         fields = vars(module)
-        found += [each for each in fields["_modules"].values() if each is not None]
-        kept += fields["_parameters"].values()
+        if fields["_modules"]:
+            found += [each for each in fields["_modules"].values() if each is not None]
+        if fields["_parameters"]:
+            kept += fields["_parameters"].values()
         if fields["_buffers"]:
             passing = fields["_non_persistent_buffers_set"]
             kept += [buffer for name, buffer in fields["_buffers"].items() if name not in passing]
         if not fields.keys().isdisjoint(ADAPTERS):
             known += adapters_of(module)
-    tensors = [tensor for each in kept if each is not None for tensor in plain(each)]
+    tensors = plain(each for each in kept if each is not None)
     known += [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
     return known, tensors
 
 
-def plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensor itself, or those that a quantized or distributed one is made of."""
-    if type(tensor) is torch.nn.Parameter or not is_traceable_wrapper_subclass(tensor):
-        return (tensor,)
-    return [part for name in tensor.__tensor_flatten__()[0] for part in plain(getattr(tensor, name))]
+def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """These tensors, and of quantized or distributed ones those that they are made of."""
+    found = list[torch.Tensor]()
+    for each in tensors:
+        if type(each) is torch.nn.Parameter or not is_traceable_wrapper_subclass(each):
+            found.append(each)
+        else:
+            found += plain(getattr(each, name) for name in each.__tensor_flatten__()[0])
+    return found
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

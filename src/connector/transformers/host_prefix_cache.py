@@ -122,8 +122,8 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             copy_all(self._host)  # so that the first prompt finds all that the tier has from before
         self._hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
         self._lock = threading.RLock()
-        self._weights = Weights(model, self.reset)
-        self._resets, self._dtype, self._is_closed = 0, _computes_in(model), False
+        self._look_at_weights()
+        self._resets, self._dtype, self._is_closed = 0, self._computes_in(), False
         self._last_statistics: HostStatistics | None = None  # of a closed one
 
     @contextmanager
@@ -155,8 +155,9 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         try:
             with self._lock, torch.no_grad():
                 self._check_open()
-                self._try(prompts)
                 self._weights.follow()
+                self._check_dtype()
+                self._try(prompts)
                 past = self._begin(prompts, inputs, next_use)
             yield past
         except BaseException:
@@ -176,7 +177,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             self._check_open()
             revision = renewed(self.model, self._revisions) if self._revisions else None
             self.forget_device()
-            self._weights = Weights(self.model, self.reset)
+            self._look_at_weights()
             self._host.reset(revision)
 
     def forget_device(self) -> None:
@@ -264,10 +265,10 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
     def _goes_on(self, prompts: Sequence[Prompt], begun: int, tokens: int) -> None:
         """The model goes on with so many tokens behind the past."""
         columns = prompts[0].pad + len(prompts[0].tokens)
-        self._check_dtype()
         with self._lock:
             if not self._is_closed:
                 self._weights.follow()  # they may be others for the length of `generate` alone
+            self._check_dtype()
             if begun and prompts[0].resets != self._resets:
                 raise MisuseError(
                     "what this past holds was computed by other weights or adapters or in another mode: the cache was "
@@ -368,20 +369,21 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             self._keep(past, row, place, full)
         self._report(prompt, full)
 
+    def _look_at_weights(self) -> None:
+        self._weights, self._weights_dtype = Weights(self.model, self.reset), self.model.dtype
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the cache is closed: make another one")
-        self._check_dtype()
 
     def _check_dtype(self) -> None:
-        if (dtype := _computes_in(self.model)) != self._dtype:
+        if (dtype := self._computes_in()) != self._dtype:
             raise MisuseError(f"the model computes in {dtype}, and its blocks are {self._dtype}: make another cache")
+
+    def _computes_in(self) -> torch.dtype:
+        kind = self._past.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._weights_dtype
 
 
 def _no_room(n0: int, boundary: int) -> None:
     """No blocks for a load, so that there is none."""
-
-
-def _computes_in(model: PreTrainedModel) -> torch.dtype:
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype

@@ -59,7 +59,7 @@ def _own_code(model: PreTrainedModel) -> str:
 
 def _digest(tensor: torch.Tensor) -> str:
     found = xxhash.xxh3_128()
-    for part in plain(tensor):
+    for part in plain([tensor]):
         for chunk in part.detach().reshape(-1).split(CHUNK_BYTES // part.element_size()):
             found.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
