@@ -113,8 +113,9 @@ def test_latent_attention_has_keys_and_values_of_different_widths():
 def test_a_state_begins_where_its_type_can_be_read():
     odd = PastPart(0, ("conv", 0), (1, 3), torch.bfloat16), PastPart(0, ("recurrent", 0), (1, 2), torch.float32)
     kept = Kept(STATES, odd, BLOCK)
-    assert [(span.start, span.stop) for span in kept.spans] == [(0, 6), (8, 16)]
     rows = torch.full((1, 16), POISON, dtype=torch.uint8)
+    places = [(values.data_ptr() - rows.data_ptr(), values.nbytes) for _, values in kept.views(rows)]
+    assert places == [(0, 6), (8, 8)] and kept.row_bytes == 16
     for part, values in kept.views(rows):
         values.fill_(1 + part.key[1])
     assert rows.view(torch.bfloat16)[0, :3].tolist() == [1, 1, 1] and rows.view(torch.float32)[0, 2:].tolist() == [1, 1]

@@ -165,7 +165,7 @@ class Past(DynamicCache):
             memory = values.new_empty(1, values.shape[1], held + room * kept.kind.is_prefix, values.shape[3])
             if held > known:
                 memory[..., : held - known, :] = 0  # out of sight
-            _in_blocks(memory[0, :, held - known : held], self._block_tokens).copy_(values)
+            _in_blocks(memory[:, :, held - known : held], self._block_tokens).copy_(values)
             memories.setdefault(part.layer, []).append(memory)
         for index, both in memories.items():
             self._begin(index, both, length)
@@ -192,7 +192,7 @@ class Past(DynamicCache):
         if self._pads[prompt] + first < begin or self.length(prompt) < end:
             raise MisuseError(f"asked for the tokens [{first}, {end}), but [{begin}, {self.length(prompt)}) are held")
         row, at = prompt * (self._rows // len(self._pads)), self._pads[prompt] + first - begin
-        return _in_blocks(held[row, :, at : at + end - first], self._block_tokens)
+        return _in_blocks(held[row : row + 1, :, at : at + end - first], self._block_tokens)
 
     def _begin(self, index: int, memory: list[torch.Tensor], length: int) -> None:
         """An attention layer begins at `length` with K and V in `memory`, and appends the next there if it has room."""
@@ -258,9 +258,9 @@ def _most(layer: object, length: int) -> int:
 
 
 def _in_blocks(states: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """A view of [heads, tokens, width] as blocks have it: [blocks, heads, block_tokens, width]."""
-    heads, tokens, width = states.shape
-    by_head, by_token, by_number = states.stride()
+    """A view of [1, heads, tokens, width] as blocks have it: [blocks, heads, block_tokens, width]."""
+    _, heads, tokens, width = states.shape
+    _, by_head, by_token, by_number = states.stride()
     size = tokens // block_tokens, heads, block_tokens, width
     return states.as_strided(size, (block_tokens * by_token, by_head, by_token, by_number))
 

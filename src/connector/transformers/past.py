@@ -12,6 +12,7 @@ then V, then its states, convolution before recurrent.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,17 +47,18 @@ class Kept:
 
     def __init__(self, kind: Kind, parts: Sequence[PastPart], block_tokens: int) -> None:
         self.kind, self.parts, self._block_tokens = kind, parts, block_tokens
-        self.spans: list[slice] = []  # of each part in a row; it begins where its type can be read
         self.row_bytes = 0
-        for part in parts:
-            begin = -(-self.row_bytes // part.dtype.itemsize) * part.dtype.itemsize
-            self.row_bytes = begin + prod(part.shape) * part.dtype.itemsize
-            self.spans.append(slice(begin, self.row_bytes))
+        self._runs: list[tuple[list[PastPart], slice]] = []  # of parts of one shape and dtype, which begin aligned
+        for (shape, dtype), run in groupby(parts, key=lambda part: (part.shape, part.dtype)):
+            begin, like = -(-self.row_bytes // dtype.itemsize) * dtype.itemsize, list(run)
+            self.row_bytes = begin + len(like) * prod(shape) * dtype.itemsize
+            self._runs.append((like, slice(begin, self.row_bytes)))
 
     def views(self, rows: torch.Tensor) -> Iterator[tuple[PastPart, torch.Tensor]]:
         """Each part in rows of bytes: [rows, *shape]."""
-        for part, span in zip(self.parts, self.spans, strict=True):
-            yield part, rows[:, span].view(part.dtype).view(len(rows), *part.shape)
+        for like, span in self._runs:
+            values = rows[:, span].view(like[0].dtype).view(-1, len(like), *like[0].shape)
+            yield from zip(like, values.unbind(1), strict=True)
 
     def first_needed(self, length: int) -> int:
         """The first token of the blocks that hold all that the token at `length`, or a later one, can see."""
