@@ -127,13 +127,16 @@ def _portions(copy: GroupCopy, piece: Piece) -> Iterator[tuple[Sequence[int], Se
     if copy.host_blocks and _ascend(copy.device_blocks) and _ascend(copy.host_blocks):
         yield copy.device_blocks, copy.host_blocks
         return
-    both = (copy.device_blocks, piece.device_blocks), (copy.host_blocks, piece.host_blocks)
+    device, host, of_device, of_host = copy.device_blocks, copy.host_blocks, piece.device_blocks, piece.host_blocks
     rest: tuple[list[int], list[int]] = [], []
-    begin, num_pieces = 0, len(copy.host_blocks) // piece.host_blocks
-    for end in range(1, num_pieces + 1):
-        if end < num_pieces and all(ids[end * each] == ids[end * each - 1] + 1 for ids, each in both):
-            continue
-        device_blocks, host_blocks = (ids[begin * each : end * each] for ids, each in both)
+    begin, num_pieces = 0, len(host) // of_host
+    breaks = [
+        at
+        for at in range(1, num_pieces)
+        if host[at * of_host] != host[at * of_host - 1] + 1 or device[at * of_device] != device[at * of_device - 1] + 1
+    ]
+    for end in (*breaks, num_pieces):
+        device_blocks, host_blocks = device[begin * of_device : end * of_device], host[begin * of_host : end * of_host]
         if end - begin < STRETCH:
             rest[0].extend(device_blocks)
             rest[1].extend(host_blocks)
