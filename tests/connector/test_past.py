@@ -128,7 +128,13 @@ WAYS = {
     "a watermark": dict(do_sample=True, watermarking_config=WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")),
 }
 REPEATED_STATES = ["qwen3_next", "falcon_h1"]  # `generate` repeats and exchanges them, too
-DRAFTS = dict(prompt_lookup_num_tokens=3, output_logits=False)
+DRAFTS = {
+    "of the prompt": lambda family: dict(prompt_lookup_num_tokens=3),
+    "of an assistant": lambda family: dict(
+        assistant_model=build_family(family, hidden=32, layers=2, window=32, seed=1)
+    ),
+    "all right": lambda family: dict(assistant_model=model(family)),
+}
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
@@ -218,23 +224,83 @@ def test_a_damaged_past_shows_in_them(family, options):
         assert ours.sequences.shape != wanted.sequences.shape or not torch.equal(ours.sequences, wanted.sequences)
 
 
-@pytest.mark.parametrize("family", ATTENTION)
-def test_drafts_are_checked_by_the_whole_prompt(family, caplog):
-    """transformers computes it behind the past that it is given, which would be there twice."""
+@pytest.fixture
+def computed(monkeypatch):
+    """How many tokens each layer has computed behind a past, call by call."""
+    counts, update = [], Past.update
+
+    def counting(past, keys, *args, **options):
+        counts.append(keys.shape[-2])
+        return update(past, keys, *args, **options)
+
+    monkeypatch.setattr(Past, "update", counting)
+    return counts
+
+
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("family", [*ATTENTION, "lfm2"])
+def test_drafts_are_checked_behind_a_past(family, drafts, computed):
+    """transformers gives the model the whole prompt with the first ones."""
     prompt = document(1, 100)
     with hit_of(family, prompt) as cache:
-        ours, wanted = both_ways(cache, family, prompt, max_new_tokens=12, **DRAFTS)
+        computed.clear()
+        ours, wanted = both_ways(cache, family, prompt, max_new_tokens=12, **drafts(family))
         assert torch.equal(ours.sequences, wanted.sequences)
-        assert "computed anew" in caplog.text
+        assert max(map(error, ours.logits, wanted.logits)) < TOLERANCE
+        assert max(computed) < len(prompt) // 2
         asked_right(cache, family, prompt)
         check_at_rest(cache)
 
 
-def test_a_past_that_stays_before_drafts_is_refused(monkeypatch):
-    monkeypatch.setattr(Past, "activate_past_recording", DynamicCache.activate_past_recording)
+@pytest.mark.parametrize("family", ["gemma3", "lfm2"])
+def test_drafts_are_checked_behind_what_is_computed_of_a_new_prompt(family, computed):
+    prompt, drafts = document(1, 100), DRAFTS["of the prompt"](family)
+    with cache_of(family) as cache:
+        with cache.past(row(prompt)) as past:
+            computed.clear()
+            ours = generated(family, prompt, past_key_values=past, **drafts)
+        assert past.hit_tokens == 0 and max(computed) < len(prompt) // 2
+        assert apart(ours, plain(family, tuple(prompt))) == (pytest.approx(0, abs=TOLERANCE), True)
+        evict_all(cache)
+        assert asked_right(cache, family, prompt).hit_tokens > 0
+
+
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_a_damaged_past_shows_behind_drafts(drafts):
     prompt = document(1, 100)
+    with cache_of("llama", wrap_copier=lambda *args: CorruptingCopier(*args, loads=None)) as cache:
+        asked_right(cache, "llama", prompt)
+        evict_all(cache)
+        ours, wanted = both_ways(cache, "llama", prompt, **drafts("llama"))
+        assert error(ours.logits[0], wanted.logits[0]) > 100 * TOLERANCE
+
+
+def test_hidden_states_of_all_tokens_are_computed_with_drafts(computed, caplog):
+    prompt, drafts = document(1, 100), DRAFTS["of the prompt"]("llama")
+    with hit_of("llama", prompt) as cache:
+        ours, wanted = both_ways(cache, "llama", prompt, output_hidden_states=True, **drafts)
+        assert torch.equal(ours.sequences, wanted.sequences)
+        for step, of_step in zip(ours.hidden_states, wanted.hidden_states, strict=True):
+            assert [layer.shape for layer in step] == [layer.shape for layer in of_step]
+        assert max(computed) >= len(prompt) and "computed anew" in caplog.text
+        asked_right(cache, "llama", prompt)
+
+
+def test_drafts_behind_others_than_the_past_is_of_are_refused():
+    prompt, drafts = document(1, 100), DRAFTS["of the prompt"]("llama")
+    others = [prompt[0] + 1, *prompt[1:]]
+    with hit_of("llama", prompt) as cache, cache.past(row(prompt)) as past:
+        with pytest.raises(MisuseError, match="others than the past is of"):
+            generated("llama", others, past_key_values=past, **drafts)
+        ours = generated("llama", prompt, past_key_values=past, **drafts)
+        assert apart(ours, plain("llama", tuple(prompt))) == (pytest.approx(0, abs=TOLERANCE), True)
+
+
+def test_a_whole_prompt_behind_a_past_without_drafts_is_refused(monkeypatch):
+    monkeypatch.setattr(Past, "activate_past_recording", DynamicCache.activate_past_recording)
+    prompt, drafts = document(1, 100), DRAFTS["of the prompt"]("llama")
     with hit_of("llama", prompt) as cache, pytest.raises(MisuseError, match="the model is given 10"):
-        both_ways(cache, "llama", prompt, max_new_tokens=12, **DRAFTS)
+        both_ways(cache, "llama", prompt, max_new_tokens=12, **drafts)
 
 
 # What is kept

@@ -23,6 +23,8 @@ from cpu_prefix_cache import MisuseError
 
 logger = logging.getLogger(__name__)
 
+BY_TOKEN = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids")  # arguments of a model
+OF_ALL_TOKENS = ("output_attentions", "output_hidden_states")
 KEEPS_NONE = "the model keeps no past, as with gradient checkpointing in training mode: call its `eval()` first"
 
 
@@ -39,6 +41,7 @@ class Past(DynamicCache):
         self.kept, self._block_tokens, self._rows = past, past.block_tokens, 1
         self.inputs: dict[str, torch.Tensor] = {}
         self._pads = [0]  # columns of padding before each prompt
+        self._checks_drafts = False
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
         # Once handed out, until the model goes on: called with how many tokens are here, and how many come.
         self.goes_on: Callable[[int, int], object] | None = None
@@ -77,12 +80,21 @@ class Past(DynamicCache):
         return first
 
     def activate_past_recording(self) -> None:
-        """Before drafts are checked. If nothing has followed yet, begin without a past: transformers (5.19 to 5.24)
-        computes the whole prompt then, behind the past that is there, and the answer would be wrong.
+        """Drafts are checked from now on, the first ones with the whole prompt."""
+        self._checks_drafts = True
+        super().activate_past_recording()
+
+    def begun(self, ids: torch.Tensor) -> int:
+        """How many of these tokens, [rows, tokens], are here already. To the first drafts transformers (5.19 to 5.24)
+        gives the whole prompt, whatever past is there.
         """
-        if self.goes_on is not None and self.get_seq_length():
-            logger.warning("the prompt is computed anew: transformers gives its drafts no past")
-            self._empty()
+        is_first = self._checks_drafts and self.goes_on is not None
+        return self.get_seq_length() if is_first and ids.shape[1] >= self.inputs["input_ids"].shape[1] else 0
+
+    def begin_anew(self) -> None:
+        """Forget all tokens, before the first drafts are checked."""
+        logger.warning("the prompt is computed anew: attentions or hidden states of all its tokens are asked for")
+        self._empty()
         super().activate_past_recording()
 
     def update(
@@ -112,21 +124,21 @@ class Past(DynamicCache):
         self._rows = rows
 
     def go_on(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """These tokens, [rows, tokens], come behind. Raise MisuseError if they are not those of the prompts, or if
-        their positions are within the prompts, which are here already.
+        """These tokens, [rows, tokens], come behind those of them that have begun. Raise MisuseError if they are not
+        those of the prompts, or if their positions are within the prompts, which are here already.
         """
-        rows, tokens = ids.shape
+        (rows, tokens), begun = ids.shape, self.begun(ids)
         if self.inputs and self.goes_on is None and not self.get_seq_length():  # not the first, and none are here
             raise MisuseError(KEEPS_NONE)
-        self.begin_behind(tokens)
+        self.begin_behind(self.inputs["input_ids"].shape[1] - begun if begun else tokens)
         if self.inputs:
-            self._check(ids, positions)
+            self._check(ids, self.get_seq_length() - begun, positions)
         self.goes_on = None  # behind what may refuse these tokens: others may follow
         self.repeat(rows)
-        self._count(tokens)
+        self._count(tokens - begun)
 
-    def _check(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
-        (rows, tokens), begin, prompts = ids.shape, self.get_seq_length(), self.inputs["input_ids"]
+    def _check(self, ids: torch.Tensor, begin: int, positions: torch.Tensor | None) -> None:
+        (rows, tokens), prompts = ids.shape, self.inputs["input_ids"]
         wanted = prompts[:, begin : begin + tokens]
         if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(rows // len(wanted), 0)):
             raise MisuseError(
@@ -244,12 +256,22 @@ class Past(DynamicCache):
 
 def before_forward(
     kept: ModelPast, model: torch.nn.Module, arguments: tuple[torch.Tensor, ...], options: dict[str, Any]
-) -> None:
-    """Rows and tokens that `model` is about to compute behind a past of what is `kept`. A hook of the model."""
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]] | None:
+    """Rows and tokens that `model` is about to compute behind a past of what is `kept`. A hook of the model, which
+    takes out the tokens that are there already.
+    """
     past = next((value for value in options.values() if isinstance(value, Past)), None)
     ids = arguments[0] if arguments else options.get("input_ids")
-    if past is not None and past.kept is kept and ids is not None:
-        past.go_on(ids, options.get("position_ids"))
+    if past is None or past.kept is not kept or ids is None:
+        return None
+    if past.begun(ids) and any(options.get(name) for name in OF_ALL_TOKENS):
+        past.begin_anew()
+    begun = past.begun(ids)
+    past.go_on(ids, options.get("position_ids"))
+    if not begun:
+        return None
+    behind = {name: options[name][..., begun:] for name in BY_TOKEN if options.get(name) is not None}
+    return tuple(each[:, begun:] if each is ids else each for each in arguments), {**options, **behind}
 
 
 def _most(layer: object, length: int) -> int:
