@@ -7,6 +7,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
+    EncodecConfig,
     LlamaConfig,
     LlamaModel,
     MambaConfig,
@@ -15,10 +16,14 @@ from transformers import (
     MiniMaxForCausalLM,
     MptConfig,
     MptForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    MusicgenForConditionalGeneration,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     Phi3Config,
     Phi3ForCausalLM,
+    T5Config,
 )
 
 from builtin_models import build_model
@@ -35,6 +40,17 @@ def a_state():
 def an_encoder():
     sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
     return BartForConditionalGeneration(BartConfig(vocab_size=320, **sizes))
+
+
+def encoders_and_a_decoder():
+    """Its configuration has three within it, and none of its own for text."""
+    sizes = dict(vocab_size=320, hidden_size=32, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2)
+    config = MusicgenConfig(
+        text_encoder=T5Config(vocab_size=320, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2).to_dict(),
+        audio_encoder=EncodecConfig(num_filters=4, hidden_size=8, codebook_size=16).to_dict(),
+        decoder=MusicgenDecoderConfig(**sizes).to_dict(),
+    )
+    return MusicgenForConditionalGeneration(config)
 
 
 def no_head():
@@ -69,6 +85,7 @@ def a_mask_that_looks_ahead():
         (factors_that_change_with_the_length, "longrope"),
         (a_mask_that_looks_ahead, "cannot continue from its own cache"),
         (an_encoder, "BartForConditionalGeneration has an encoder"),
+        (encoders_and_a_decoder, "MusicgenForConditionalGeneration has an encoder"),
         (no_head, "LlamaModel has no head to generate with: load it by AutoModelForCausalLM"),
         (a_cache_of_its_own, "MiniMaxForCausalLM fails in `generate` with transformers' Cache: ValueError"),
         (no_cache_at_all, "OpenAIGPTLMHeadModel fails in `generate` with transformers' Cache: ValueError"),

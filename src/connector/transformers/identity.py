@@ -75,7 +75,7 @@ def named(below: FileTier | SharedTier, model: PreTrainedModel) -> FileTier | Sh
 
 def longest(model: PreTrainedModel, given: int | None) -> int:
     """The most tokens of a prompt: `given`, or those of the configuration. Raises ConfigurationError."""
-    config, name = model.config.get_text_config(), "max_position_embeddings"
+    config, name = model.config.get_text_config(decoder=True), "max_position_embeddings"
     said = config.to_dict().get(config.attribute_map.get(name, name))
     most = said if given is None else given
     if most is None:
