@@ -58,10 +58,8 @@ def _values(samples: Samples) -> list[torch.Tensor]:
 
 
 def _places(model: torch.nn.Module) -> tuple[list[object], list[torch.Tensor]]:
-    """The parameters of all modules and the buffers that a checkpoint has; and of each where it is and how often it was
-    written, with the mode (dropout) and adapters.
-
-    `modules()` makes a name for each module, which takes longer than all else.
+    """Where each parameter and each buffer of a checkpoint is and how often it was written, with the mode and adapters;
+    and these tensors. `modules()` makes a name for each module, which takes longer than all else.
     """
     found, kept, known = [model], list[torch.Tensor | None](), list[object]([model.training])
     for module in found:

@@ -85,9 +85,7 @@ class Past(DynamicCache):
         super().activate_past_recording()
 
     def begun(self, ids: torch.Tensor) -> int:
-        """How many of these tokens, [rows, tokens], are here already. To the first drafts transformers (5.19 to 5.24)
-        gives the whole prompt, whatever past is there.
-        """
+        """How many of these tokens are here: transformers (5.19 to 5.24) gives the whole prompt with first drafts."""
         is_first = self._checks_drafts and self.goes_on is not None
         return self.get_seq_length() if is_first and ids.shape[1] >= self.inputs["input_ids"].shape[1] else 0
 
@@ -109,7 +107,7 @@ class Past(DynamicCache):
         return keys, values
 
     def begin_behind(self, tokens: int) -> None:
-        """So many tokens come behind, perhaps the first."""
+        """So many tokens come behind, perhaps as the first."""
         if self.goes_on is not None:
             self.goes_on(self.get_seq_length(), tokens)
 
@@ -189,7 +187,7 @@ class Past(DynamicCache):
         return rows
 
     def take(self, kept: Kept, rows: torch.Tensor, first: int, prompt: int = 0) -> None:
-        """Fill these rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
+        """Fill rows of bytes with the tokens of a prompt from `first` on, in whole blocks, or with all states."""
         end = first + len(rows) * self._block_tokens
         for part, place in kept.views(rows):
             held = tensors_of(self.layers[part.layer]).get(part.key, torch.empty(1, 1, 0, 1))
@@ -218,9 +216,7 @@ class Past(DynamicCache):
         self._memory[index] = layer.keys, memory
 
     def _append(self, index: int, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Append to the memory of a layer, which transformers would copy. None where there is no room, or `generate`
-        has chosen, repeated or dropped what is there.
-        """
+        """Append to the memory of a layer, without a copy. None if it has no room, or `generate` has replaced it."""
         held, memory = self._memory.pop(index, (None, []))
         layer = self.layers[index]
         if held is None or layer.keys is not held:

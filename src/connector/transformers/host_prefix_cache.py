@@ -51,11 +51,7 @@ PUT_OFF_TOKENS = 32
 
 
 class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
-    """Prefixes of prompts of one model, kept in host memory.
-
-        cache = HostPrefixCache(model, host_bytes="8GiB")
-        with cache.past(**tokenizer(text, return_tensors="pt")) as past:
-            model.generate(**past.inputs, past_key_values=past, max_new_tokens=64)
+    """Prefixes of prompts of one model, kept in host memory. `close` it, or use it in a `with`.
 
     host_bytes            host memory, in bytes or as a text: "2GiB"
     device_bytes          memory of the model's device for the blocks that pass through it; a prompt that is longer is
@@ -67,9 +63,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
     below                 a tier for what the host cannot hold (docs/tiers.md)
     wrap_copier           for tests: see HostCache
 
-    Several pasts may be open, in any threads. `close` it, or use it in a `with`.
-
-    Raises ConfigurationError with a message that names the remedy.
+    Several pasts may be open, in any threads. Raises ConfigurationError with a message that names the remedy.
     """
 
     def __init__(
@@ -187,10 +181,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             self._pool.reset()
             self._resets += 1
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Write to the tier what only the host has, and give the memory back. May be called again."""
         with self._lock:
             if self._is_closed:
@@ -203,6 +194,8 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
                 self._last_statistics = self._host.statistics()
                 del self._host  # which has views of the device's blocks
                 self._kv.release()
+
+    __exit__ = close
 
     # A prompt begins
 
@@ -270,10 +263,8 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
                 self._weights.follow()  # they may be others for the length of `generate` alone
             self._check_dtype()
             if begun and prompts[0].resets != self._resets:
-                raise MisuseError(
-                    "what this past holds was computed by other weights or adapters or in another mode: the cache was "
-                    "reset since it was handed out"
-                )
+                change = "other weights or adapters or in another mode: the cache was reset since it was handed out"
+                raise MisuseError(f"what this past holds was computed by {change}")
         if begun and tokens > columns - begun:
             raise MisuseError(
                 f"the past has the first {begun} of {columns} tokens, and the model is given {tokens}: give "
@@ -313,9 +304,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         return total - columns + total // SPARE
 
     def _compute_to(self, past: Past, prompt: Prompt, place: Placement, boundaries: Sequence[int]) -> None:
-        """Compute the prompt up to each of these boundaries, and keep what is there, with windows and states. Raises
-        PoolExhausted.
-        """
+        """Compute the prompt up to each boundary, and keep what is there. Raises PoolExhausted."""
         for end in boundaries:
             self._compute(past, prompt, end)
             self._keep(past, 0, place, end)

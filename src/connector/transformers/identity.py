@@ -38,17 +38,13 @@ def weights_revision(model: PreTrainedModel) -> str:
 
 
 def with_code(revision: str, model: PreTrainedModel) -> str:
-    """The revision, and what else decides what the model computes from its weights. Raises ConfigurationError where its
-    code cannot be read.
-    """
+    """The revision, and what else decides what the model computes. Raises ConfigurationError for unreadable code."""
     configuration = digest(model.config.to_dict())[:32]
     return f"{revision}, transformers {transformers.__version__}, configuration {configuration}{_own_code(model)}"
 
 
 def _own_code(model: PreTrainedModel) -> str:
-    """Code that came with the model, and that transformers has copied to a folder of its own. Empty for other models,
-    so that their tiers are found as before.
-    """
+    """A digest of code that came with the model, which transformers has copied to a folder; empty without any."""
     kind = type(model)
     if not kind.__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
         return ""

@@ -157,10 +157,7 @@ def padding_of(config: GenerationConfig) -> int | None:
 
 
 def placeholders(config: Mapping[str, Any]) -> dict[int, str]:
-    """The tokens in whose place a model puts images or other input, by a configuration and those within it.
-
-    Each has the name that the configuration gives it.
-    """
+    """The tokens in whose place a model puts images or other input, with their names in its configuration."""
     found: dict[int, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

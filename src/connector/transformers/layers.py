@@ -51,19 +51,14 @@ class LayerPast(NamedTuple):
 
 
 def classify(model: PreTrainedModel) -> list[LayerPast]:
-    """Sort the layers of `model` by what each keeps. Raises ConfigurationError for a kind that is not known here, and
-    for a model to which a past is of no use, or would be wrong.
-    """
+    """Sort the layers of `model` by what each keeps. Raises ConfigurationError for unknown kinds and refused models."""
     name = type(model).__name__
-    for sentence, applies in _refusals(model).items():
-        if applies:
-            raise ConfigurationError(f"{name} {sentence}")
+    if reasons := [sentence for sentence, applies in _refusals(model).items() if applies]:
+        raise ConfigurationError(f"{name} {reasons[0]}")
     try:
         layers = DynamicCache(config=model.config).layers
     except KeyError as error:
-        raise ConfigurationError(
-            f"{name} has layers of the kind {error}, which transformers keeps no past for"
-        ) from error
+        raise ConfigurationError(f"{name} has layers of kind {error}, which transformers keeps no past for") from error
     made_of = zip(layers, *get_layer_types_and_kwargs(model.config.get_text_config(decoder=True)), strict=False)
     return [
         LayerPast(attention_of(f"layer {index} of {name}", layer, kind), partial(type(layer), **options))

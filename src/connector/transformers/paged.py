@@ -81,9 +81,7 @@ class PagedPast(TakenCheckpoints):
         self.region = self.region.new_empty(0)
 
     def _write(self, blocks: Sequence[int], kept: Kept, past: Past, first: int, row: int = 0) -> None:
-        """Copy what a past has from token `first` on to these blocks, equally many for each piece. The rest of the last
-        is zeroed.
-        """
+        """Copy what a past has from token `first` on to these blocks. The rest of the last of a piece is zeroed."""
         places = self._places(blocks)
         is_view = isinstance(places, slice)
         rows = self.region[places] if is_view else self.region.new_empty(len(blocks), self.block_bytes)

@@ -26,8 +26,7 @@ class _OwnConfig(GenerationConfig):
 
 
 def generating(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that `generate` calls: the one given, or of a compiled one, or of a wrapper such as PEFT's, the one
-    within."""
+    """The model that `generate` calls: the one given, or the one within a compiled one or a wrapper such as PEFT's."""
     return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
 
 
@@ -51,9 +50,8 @@ def logits(
     then: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Compute the tokens `ids`, [rows, tokens], behind those of them that `past` has; and one by one those of `then`.
-
-    Returns the logits behind `ids` and behind each of `then`: [1 + steps, rows, vocabulary].
+    """The logits, [1 + steps, rows, vocabulary], behind the tokens `ids`, [rows, tokens], of which `past` has some, and
+    behind each of `then`, which come one by one.
     """
     next_tokens = [[]] * len(ids) if then is None else then.tolist()
     config = _OwnConfig(

@@ -54,10 +54,7 @@ def takes_several(model: PreTrainedModel, max_model_len: int = LARGEST_WINDOW) -
 
 
 def try_batch(model: PreTrainedModel, kept: ModelPast, left: int) -> None:
-    """Raise PromptRefused for a model that answers otherwise where rows of other lengths are beside a prompt.
-
-    `left` tokens are left to `generate` behind the past.
-    """
+    """Raise PromptRefused for a model that padding changes. `left` tokens are left to `generate` behind the past."""
     ids = _tokens(model, sum(LENGTHS))
     rows, then = ids.split(LENGTHS), ids[: len(LENGTHS) * STEPS].view(len(LENGTHS), STEPS)
     wanted = torch.cat([logits(model, row[None], then=after[None]) for row, after in zip(rows, then, strict=True)], 1)
@@ -99,10 +96,8 @@ class _Continued:
         return _error(behind, torch.cat([self._wanted[end] for end in ends]))
 
     def reads_states(self, at_once: int) -> bool:
-        """Whether so many tokens at once read the states before them: NaN in them must appear in the logits.
-
-        Tested for states of convolutions and for the others. It needs no tolerance: in half precision, noise would hide
-        a state that is not read.
+        """Whether so many tokens at once read the states before them: NaN in states of convolutions, or in the others,
+        must appear in the logits. In half precision, noise would hide that a state is not read.
         """
         names = {part.key[0] for part in self._past.states.parts}
         return all(bool(self._logits(at_once, name)[0].isnan().any()) for name in names)
