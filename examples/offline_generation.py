@@ -2,9 +2,7 @@
 
 The device's blocks hold two documents of six. Each round asks two questions about every document: the first finds it on
 the host, the second on the device. All answers are compared with those of plain `generate`: tokens, and first logits.
-
-Exit status: 0 all agree (in half precision some may not, and are counted), 1 they do not, as with --corrupt they must
-not; 2 it cannot be done, and a sentence gives the reason.
+Exit status: 0 all agree (in half precision some may not), 1 they do not, as with --corrupt; 2 a sentence gives why not.
 """
 
 import argparse
@@ -112,6 +110,7 @@ def run(options: argparse.Namespace) -> int:
         device_bytes=options.device_bytes or (None if options.model else DEVICE_BYTES[options.arch]),
         offload=options.offload,
         below=options.tier and parse_tier(options.tier),
+        codec=options.codec,
         wrap_copier=None if group is None else lambda copier, of: CorruptingCopier(copier, of, range(len(of))[group]),
     ) as cache:
         print(f"{options.model or options.arch}, {model.dtype} on {model.device}; help topics {', '.join(texts)}\n")
@@ -137,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--offload", choices=OFFLOAD_MODES, default="lazy")
     parser.add_argument("--tier", help="below host memory: file:/nvme/kv:64GiB, or redis://HOST")
     parser.add_argument("--corrupt", choices=("chunk", "checkpoint"), help="damage the first that is loaded")
+    parser.add_argument("--codec", default="none", help="of bf16 blocks on the host: exponent")
     for name, default in dict(device="cpu", host_bytes="2GiB", documents=6, rounds=2, max_new_tokens=12).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     try:

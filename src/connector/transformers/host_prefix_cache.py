@@ -41,7 +41,7 @@ from cpu_prefix_cache import (
     MisuseError,
     SharedTier,
 )
-from cpu_prefix_cache.deciding import Placement, PoolExhausted, check_whole, num_bytes
+from cpu_prefix_cache.deciding import RAW, Placement, PoolExhausted, check_whole, num_bytes
 
 SPARE = 8  # of a past, one part in so many is room for tokens of an answer
 # So few tokens take hardly longer in one forward pass than in each of two: a checkpoint between them is taken later.
@@ -61,6 +61,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
     max_model_len         the most tokens of a prompt; needed for models without one, like Mamba
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     below                 a tier for what the host cannot hold (docs/tiers.md)
+    codec                 form in which the host keeps bf16 full attention: none or exponent (docs/coded_blocks.md)
     wrap_copier           for tests: see HostCache
 
     Several pasts may be open, in any threads. Raises ConfigurationError with a message that names the remedy.
@@ -78,6 +79,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         max_model_len: int | None = None,
         checkpoint_interval: int | None = None,
         below: FileTier | SharedTier | None = None,
+        codec: str = RAW,
         wrap_copier: CopierWrapper | None = None,
     ) -> None:
         check_whole("block_tokens", block_tokens, least=1)
@@ -86,7 +88,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         warn_if_untested()
         self.model = model = generating(model).eval()
         self.max_model_len = longest(model, max_model_len)
-        self._past = ModelPast(model, block_tokens)
+        self._past = ModelPast(model, block_tokens, codec)
         self._takes_several = takes_several(model, self.max_model_len)
         host = num_bytes("host_bytes", host_bytes)
         device = None if device_bytes is None else num_bytes("device_bytes", device_bytes)

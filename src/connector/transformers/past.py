@@ -23,6 +23,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from connector.transformers.layers import FULL, STATES, Kind, LayerPast, classify
 from connector.transformers.running import logits, refusing
 from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache.deciding import RAW
 
 KEYS, VALUES = KEYS_AND_VALUES = ("keys", 0), ("values", 0)
 CONV, RECURRENT = "conv", "recurrent"
@@ -70,12 +71,14 @@ class ModelPast:
 
     `layers` lists the states of each layer. `full`, `locals` (windows of two sizes are two) and `states` are what is
     kept in them, `kept` those of them that have parts, and `groups` their groups. All is in device blocks of
-    `block_bytes`: one block of full attention, or in a model without any the largest other piece.
+    `block_bytes`: one block of full attention, or in a model without any the largest other piece. The host keeps full
+    attention in the form of `codec`.
 
-    Raises ConfigurationError for layers of an unknown kind, and for attention that keeps no keys and values.
+    Raises ConfigurationError for layers of an unknown kind, for attention that keeps no keys and values, and for a
+    codec without full attention.
     """
 
-    def __init__(self, model: PreTrainedModel, block_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, block_tokens: int, codec: str = RAW) -> None:
         self.layers, self.device, self.block_tokens = classify(model), model.device, block_tokens
         parts = _probe(model, self.layers, block_tokens)
         kinds = dict.fromkeys(layer.attention for layer in self.layers if layer.attention is not None)
@@ -83,6 +86,10 @@ class ModelPast:
         self.full, *self.locals, self.states = of_kind.values()
         self.kept = [each for each in of_kind.values() if each.parts]
         self.has_attention = self.kept != [self.states]
+        if codec != RAW and not self.full.parts:
+            raise ConfigurationError(
+                f'codec "{codec}" is for full attention, of which {type(model).__name__} has none: leave codec out'
+            )
         content = self.full.row_bytes or max(each.row_bytes for each in self.kept)
         self.block_bytes = -(-content // ALIGNMENT) * ALIGNMENT
         self.groups = [
@@ -91,6 +98,7 @@ class ModelPast:
                 block_tokens=block_tokens,
                 block_bytes=each.row_bytes if each.kind.is_prefix else self.block_bytes,
                 device_blocks=-(-each.row_bytes // self.block_bytes),
+                codec=codec if each.kind.is_prefix else RAW,
             )
             for each in self.kept
         ]

@@ -94,6 +94,7 @@ def test_the_picture_compares_medians():
         (["--host-bytes", "0"], "host_bytes must hold at least one chunk"),
         (["--device-bytes", "900TiB"], "ask for at most"),
         (["--tier", "file:/nvme"], "file:"),
+        (["--codec", "exponent"], "is for bfloat16"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--documents", "0"], "nothing to ask: give --documents"),
         (["--rounds", "-1"], "nothing to ask"),
