@@ -205,13 +205,11 @@ class KeyedCache:
         sides = whole([side for at, last in wanted for side in self.pool.find_all(self.planner.side_keys(last, at))])
         if self.is_off or chunks is None or sides is None:
             return False
-        stretches = [*ends(self.pool, chunks)][::-1]
-        self._check_order(chunks, stretches)
         of_sides = max((last for _, last in wanted), key=len, default=keys[:0])
         self._use(chunks or self.pool.find_all(of_sides), sides, now)
         rest, begin = iter(sides), 0
         copies = [self._side_copy(at, [*islice(rest, len(last))], load.blocks) for at, last in wanted]
-        for end, deepest in stretches:
+        for end, deepest in reversed([*ends(self.pool, chunks)]):
             copies += self._chunk_copies(chunks[begin:end], begin, load.blocks)
             above = keys[first + begin - 1] if first + begin else None
             chain = Chain(above, keys[first + begin : first + end])
@@ -220,14 +218,6 @@ class KeyedCache:
         if sides:
             load.transfers.append(self._load(Chain(None, ()), sides, copies, now))
         return True
-
-    def _check_order(self, chunks: Sequence[int], stretches: Sequence[tuple[int, int]]) -> None:
-        """Raise MisuseError for chunks that no prompt has one behind the other: pins on the last would not hold all."""
-        begin = 0
-        for end, deepest in stretches:
-            if self.pool.path(deepest, end - begin) != [*chunks[begin:end]]:
-                raise MisuseError("the keys of a load must follow each other in one prompt")
-            begin = end
 
     def _first(self, keys: Sequence[bytes], blocks: Given) -> int:
         """Which of the keys is the first whose chunk is loaded."""

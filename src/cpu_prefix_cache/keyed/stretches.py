@@ -1,24 +1,29 @@
-"""Stretches of the nodes that some keys of a prompt have in a pool: those that hang one below the other."""
+"""Stretches of the nodes that some keys have in a pool, in their order: those that hang one below the other."""
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from operator import eq
 
 from cpu_prefix_cache.pool.block_pool import BlockPool
 
-Nodes = Sequence[int | None]  # of keys that follow each other, in a pool: None where it has none
+Nodes = Sequence[int | None]  # of some keys in a pool: None where it has none
 
 
 def ends(pool: BlockPool, nodes: Nodes) -> Iterator[tuple[int, int]]:
-    """Where each stretch ends, and its last node, from the last stretch to the first: it is as long as that is deep. A
-    pin on the node holds all of the stretch. O(stretches and missing nodes).
-    """
+    """Where each stretch ends, and its last node, from the last stretch to the first. A pin on that holds all of it."""
     at = len(nodes)
     while at > 0:
         node = nodes[at - 1]
         if node is None:
             at -= 1
+            continue
+        yield at, node
+        path = pool.path(node, min(at, pool.depth(node)))
+        begin = at - len(path)
+        if path == [*nodes[begin:at]]:  # as always where the keys follow each other in one prompt
+            at = begin
         else:
-            yield at, node
-            at -= pool.depth(node)
+            at -= sum(takewhile(bool, map(eq, reversed(path), reversed(nodes[begin:at]))))
 
 
 def holders(pool: BlockPool, chunks: Nodes, sides: Nodes) -> list[int]:

@@ -544,12 +544,15 @@ def test_several_blocks_to_a_key_are_given_in_token_order():
         host.put(PROMPT[:3], [[0, 1, 2], [2, 3, 4]])
 
 
-def test_keys_of_two_prompts_are_not_loaded_together():
-    """A load pins the last key of each stretch, which holds those before it in its own prompt alone."""
+def test_keys_that_do_not_follow_each_other_are_held_and_loaded_one_by_one():
+    """A pin on the last of them would hold those before it in its own prompt alone."""
     engine = KeyedEngine(["attention"])
     engine.put(PROMPT[:2], [[0, 1]])
     engine.put(other := keys("other", "after"), [[2, 3]])
-    with pytest.raises(MisuseError, match="must follow each other in one prompt"):
-        engine.host.load([PROMPT[0], other[1]], [[8, 9]])
-    assert engine.loaded(PROMPT[:2] + other, [[8, 9, 10, 11]]), "one whole prompt behind another is two stretches"
-    engine.host.cache.check_valid()
+    mixed = [PROMPT[0], other[1]]
+    found = engine.host.lookup(mixed)
+    assert engine.loaded(mixed, [[8, 9]])
+    cache = engine.host.cache
+    assert all(node in cache.pool._forest.pins.protected() for node in cache.pool.find_all(mixed))
+    engine.host.release(found)
+    cache.check_valid()

@@ -1,4 +1,4 @@
-"""Stretches that are found by the depth of their last nodes are those that the parents of all nodes lead to."""
+"""Stretches that are found from their last nodes on are those that the parents of all nodes lead to."""
 
 import hashlib
 import random
@@ -47,6 +47,16 @@ def test_ends_are_those_that_parents_lead_to(seed):
             held = {each for node in pin.blocks for each in pool.path(node, pool.depth(node))}
             assert held >= {node for node in nodes if node is not None}
             pool.unpin(pin)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_keys_in_any_order_have_the_ends_that_parents_lead_to(seed):
+    draw = random.Random(seed)
+    pool = filled(draw)
+    keys = [key for prompt in PROMPTS for key in prompt]
+    for _ in range(10):
+        nodes = pool.find_all(draw.choices(keys, k=6) + draw.choice(PROMPTS)[2:6] + draw.choices(keys, k=3))
+        assert [*ends(pool, nodes)] == by_parents(pool, nodes)[::-1]
 
 
 def test_seeds_have_stretches_apart_and_missing_nodes():
