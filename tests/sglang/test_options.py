@@ -1,16 +1,20 @@
 """Options and shapes of KV that are refused when SGLang starts, each with a sentence, and pages that are not whole."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from connector.sglang.linker import blocks_of
+from connector.sglang.pools import groups_of
 from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache.deciding import PrefixGroup, StateGroup
 from tests.sglang.engine import Engine, server_args
-from tests.sglang.models import KINDS, Model
+from tests.sglang.models import FULL, KINDS, Model
+
+PAGES = PrefixGroup(name="pages", block_tokens=4, block_bytes=8)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +91,30 @@ def test_states_with_others_beside_them_are_refused(monkeypatch):
         Engine(args, KINDS["state"])
 
 
-def test_blocks_are_pages_of_as_many_tokens_as_a_key_has_indices():
-    assert blocks(2, [8, 9, 10, 11, 0, 1, 2, 3]) == [2, 0]
-    assert blocks(2, [5, 3]) == [5, 3]
-    for indices in ([8, 9, 11, 10], [6, 7, 8, 9], [8, 9, 10, 12]):
-        with pytest.raises(MisuseError, match="whole pages of 4 tokens"):
-            blocks(1, indices)
+def test_states_that_the_tree_leaves_out_are_refused():
+    """A model that SGLang restores without its states would go on with those of another prompt."""
+    states = Model(KINDS["state"]).requests
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, KINDS["full"])
+        params = copy.copy(engine.params)
+        params.req_to_token_pool = states
+        with pytest.raises(ConfigurationError, match="states that its tree leaves out"):
+            groups_of(params)
 
 
-def blocks(num_keys, indices):
-    keys = [f"{number:064x}" for number in range(num_keys)]
-    return blocks_of(PoolTransfer(PoolName.KV, device_indices=torch.tensor(indices), keys=keys))
+@pytest.mark.parametrize("indices", [[8, 9, 11, 10], [6, 7, 8, 9], [8, 9, 10, 12]])
+def test_indices_that_are_no_whole_pages_are_refused(indices):
+    with pytest.raises(MisuseError, match="whole pages of 4 tokens"):
+        blocks_of(torch.tensor(indices), PAGES)
+
+
+def test_blocks_are_the_pages_of_all_tokens():
+    assert blocks_of(torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]), PAGES) == [2, 0]
+    assert blocks_of(torch.tensor([5, 3]), StateGroup(name="states", block_tokens=4, block_bytes=8)) == [5, 3]
+    assert blocks_of(torch.tensor([], dtype=torch.int64), PAGES) == []
+
+
+def test_a_forward_in_one_graph_waits_for_the_last_layer():
+    with server_args(host_bytes="1MiB") as args:
+        model = KINDS["full"]
+        assert Engine(args, model).counter.num_layers == 1 + max(model.of(FULL))

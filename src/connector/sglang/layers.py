@@ -14,8 +14,10 @@ from cpu_prefix_cache.by_keys import CopyFailed, LoadHandle
 
 
 class LayerWaits:
-    consumer_index = -1  # SGLang reads it: at least 0 where a forward has loads
-    loads: Sequence[LoadHandle] = ()
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers  # SGLang waits for the last of them before a forward in one CUDA graph
+        self.consumer_index = -1  # at least 0 where a forward has loads
+        self.loads: Sequence[LoadHandle] = ()
 
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index

@@ -27,7 +27,7 @@ from connector.sglang.pools import groups_of
 from connector.sglang.ranks import Ranks
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.by_keys import CopyHandle, FoundKeys, KeyedHostCache
-from cpu_prefix_cache.deciding import num_bytes
+from cpu_prefix_cache.deciding import Group, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class HostLinker(UnifiedCacheLinker):
         size = num_bytes(BYTES, extra_config[BYTES])
         self.pools, self.forward_stream = groups_of(params), forward_stream
         self.host = KeyedHostCache([*self.pools.values()], null_block=0, **{**extra_config, BYTES: size})
-        self.layer_done_counter = LayerWaits()
+        self.layer_done_counter = LayerWaits(1 + max(layer for pool in self.pools.values() for layer in pool.layers))
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._ranks = Ranks(params)
@@ -116,7 +116,10 @@ class HostLinker(UnifiedCacheLinker):
 
     def _pages(self, transfers: Iterable[PoolTransfer]) -> Pages:
         by_name = {each.name: each for each in transfers}
-        return keys_of(transfers), [blocks_of(by_name[name]) if name in by_name else [] for name in self.pools]
+        return keys_of(transfers), [
+            blocks_of(by_name[name].device_indices, pool.group) if name in by_name else []
+            for name, pool in self.pools.items()
+        ]
 
 
 def keys_of(transfers: Iterable[PoolTransfer]) -> list[bytes]:
@@ -124,12 +127,10 @@ def keys_of(transfers: Iterable[PoolTransfer]) -> list[bytes]:
     return [*map(unhexlify, next(each.keys for each in transfers if each.name == PoolName.KV))]
 
 
-def blocks_of(transfer: PoolTransfer) -> list[int]:
-    """The pages, or slots of states, of a transfer, which has a key and the indices of all tokens of each. Raises
-    MisuseError where one is not whole.
-    """
-    rows = transfer.device_indices.to("cpu", torch.int64).reshape(len(transfer.keys), -1)
-    tokens = rows.shape[1]
+def blocks_of(indices: torch.Tensor, group: Group) -> list[int]:
+    """The pages, or slots of states, of these indices, one a token. Raises MisuseError where one is not whole."""
+    tokens = 1 if group.is_state else group.block_tokens
+    rows = indices.to("cpu", torch.int64).reshape(-1, tokens)
     blocks = rows[:, 0] // tokens
     if not torch.equal(rows, blocks[:, None] * tokens + torch.arange(tokens)):
         raise MisuseError(f"indices of whole pages of {tokens} tokens are copied, got {rows.tolist()}")

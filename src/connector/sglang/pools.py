@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -35,12 +40,14 @@ def groups_of(params: Any) -> dict[PoolName, KVGroup]:
 
 def _check(params: Any) -> None:
     states, page = params.req_to_token_pool, params.token_to_kv_pool_allocator.page_size
+    has_states = ComponentType.MAMBA in params.tree_components
     drafts = (params.mtp_draft_device_pools, params.sidecar_draft_device_pools, params.mtp_draft_mamba_pools)
     refused = {
         "pipeline parallelism": params.pp_size > 1,
         "context parallelism": params.attn_cp_size > 1 or page != params.page_size,
         "a drafter's KV": any(drafts),
-        "states in int8 or with others beside them": ComponentType.MAMBA in params.tree_components
+        "states that its tree leaves out": isinstance(states, HybridReqToTokenPool) and not has_states,
+        "states in int8 or with others beside them": has_states
         and (states.mamba_ckpt_pool is not None or states.short_conv_pool.enabled or states.ngram_pool.enabled),
     }
     for what in (what for what, is_refused in refused.items() if is_refused):
