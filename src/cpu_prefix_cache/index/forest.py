@@ -45,10 +45,13 @@ class Forest:
     """Chunks by key, in O(1), and the links between them. `root` is the parent of every first chunk.
 
     `capacity`: how many nodes an eviction policy may count on, which the pool may learn later; default: one for each
-    block. `numbers`: how many nodes without blocks of their own there are at first.
+    block. `numbers`: how many nodes without blocks of their own there are at first. `is_bounded`: whether no more nodes
+    come than it can count on.
     """
 
-    def __init__(self, num_blocks: int, capacity: int | None = None, numbers: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, capacity: int | None = None, numbers: int = 0, *, is_bounded: bool = True
+    ) -> None:
         self.root = num_blocks
         self.capacity = num_blocks if capacity is None else capacity
         size = num_blocks + 1 + numbers
@@ -61,7 +64,7 @@ class Forest:
         self._withdrawn: set[int] = set()  # linked without a key
         self._several: dict[int, dict[int, None]] = {}  # the children of what has SEVERAL
         self.departed: dict[bytes, int] | None = None  # removed nodes, by key, if somebody takes them
-        self._shards = new_shards(self.capacity)  # by first byte
+        self._shards = new_shards(self.capacity if is_bounded else None)  # by first byte
         self._count = 0
 
     def __len__(self) -> int:

@@ -10,8 +10,12 @@ import math
 MOST_KEYS = 2**17 // 3  # in a dictionary: one of so many is rebuilt in 3 ms
 
 
-def new_shards(num_keys: int) -> list[dict[bytes, int]]:
-    """By first byte, the empty dictionary for it, where so many keys take little memory together."""
+def new_shards(num_keys: int | None) -> list[dict[bytes, int]]:
+    """By first byte, the empty dictionary for it, where so many keys take little memory together. None: of any number,
+    each has its own.
+    """
+    if num_keys is None:
+        return [{} for _ in range(256)]
     most = max(1, min(256, 256 * MOST_KEYS // num_keys))
     together = min(range(1, most + 1), key=lambda first_bytes: _bytes_a_key(first_bytes * num_keys / 256))
     dictionaries: list[dict[bytes, int]] = [{} for _ in range(0, 256, together)]

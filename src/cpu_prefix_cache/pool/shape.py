@@ -50,5 +50,5 @@ class Shape:
     def new_forest(self, numbers: int = 0) -> Forest:
         """An empty forest for such a pool, with so many numbers beyond its root."""
         if self.beside is None:
-            return Forest(self.capacity, numbers=numbers)
+            return Forest(self.capacity, numbers=numbers, is_bounded=self.blocks_per_chunk > 0)
         return Forest(0, self.capacity // max(1, self.blocks_per_chunk) + self.beside.chunks, numbers)
