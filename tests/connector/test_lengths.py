@@ -21,7 +21,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from connector.transformers import HostPrefixCache, PromptRefused
+from connector.transformers import HostPrefixCache, ModelPast, PromptRefused
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import initialise
@@ -131,4 +131,4 @@ def test_a_length_that_the_model_cannot_have_is_refused(length, must):
 
 def test_a_codec_is_refused_for_a_model_without_full_attention():
     with pytest.raises(ConfigurationError, match='codec "exponent" is for full attention, of which Mamba2ForCausalLM'):
-        cache_of("mamba2", max_model_len=96, codec="exponent")
+        ModelPast(model("mamba2"), 16, "exponent")

@@ -58,7 +58,7 @@ class Kept:
     def views(self, rows: torch.Tensor) -> Iterator[tuple[PastPart, torch.Tensor]]:
         """Each part in rows of bytes: [rows, *shape]."""
         for like, span in self._runs:
-            values = rows[:, span].view(like[0].dtype).view(-1, len(like), *like[0].shape)
+            values = rows[:, span].view(like[0].dtype).view(len(rows), len(like), *like[0].shape)
             yield from zip(like, values.unbind(1), strict=True)
 
     def first_needed(self, length: int) -> int:
