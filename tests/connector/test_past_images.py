@@ -26,7 +26,7 @@ from transformers import (
 
 from connector.transformers import HostPrefixCache, PromptRefused
 from connector.transformers.inputs import Images
-from cpu_prefix_cache import ConfigurationError, MultimodalItem
+from cpu_prefix_cache import ConfigurationError, MisuseError, MultimodalItem
 from cpu_prefix_cache.testing import CorruptingCopier
 from tests.connector.running import apart, document
 from tests.connector.test_past import GREEDY, TOLERANCE, check_at_rest
@@ -219,3 +219,14 @@ def test_other_inputs_are_refused(why):
     inputs = given | {name: given[name].repeat(2, 1) if value is ANY else value for name, value in ODD[why].items()}
     with cache_of("llava") as cache, pytest.raises(PromptRefused, match=why), cache.past(**inputs):
         pass
+
+
+@families
+def test_hidden_states_with_drafts_are_refused_where_the_past_has_the_images(family):
+    """Computed anew without its pixels, a placeholder would be a token like any other, and be kept so."""
+    inputs, drafts = prompt(family, picture(1)), dict(prompt_lookup_num_tokens=4, output_hidden_states=True)
+    with cache_of(family) as cache:
+        asked_right(cache, family, inputs)
+        with cache.past(**inputs) as past, pytest.raises(MisuseError, match="lack its images"):
+            generated(family, past.inputs, past_key_values=past, **drafts)
+        asked_right(cache, family, inputs)

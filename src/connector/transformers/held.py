@@ -40,6 +40,7 @@ class Past(DynamicCache):
         self.hit_tokens = self.device_hit_tokens = 0
         self.kept, self._block_tokens, self._rows = past, past.block_tokens, 1
         self.inputs: dict[str, torch.Tensor] = {}
+        self.leaves_out = False  # whether `inputs` lack some, like images, that the past has
         self._pads = [0]  # columns of padding before each prompt
         self._checks_drafts = False
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
@@ -90,7 +91,12 @@ class Past(DynamicCache):
         return self.get_seq_length() if is_first and ids.shape[1] >= self.inputs["input_ids"].shape[1] else 0
 
     def begin_anew(self) -> None:
-        """Forget all tokens, before the first drafts are checked."""
+        """Forget all tokens, before the first drafts are checked. Raises MisuseError where `inputs` lack some."""
+        if self.leaves_out:
+            raise MisuseError(
+                "with drafts the prompt would be computed anew for the attentions or hidden states of all its tokens, "
+                "and `past.inputs` lack its images: generate without drafts, without these outputs or without a past"
+            )
         logger.warning("the prompt is computed anew: attentions or hidden states of all its tokens are asked for")
         self._empty()
         super().activate_past_recording()

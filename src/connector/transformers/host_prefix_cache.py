@@ -221,6 +221,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         self._settle()
         text = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
         past.inputs, past.goes_on = text if columns else inputs, partial(self._goes_on, prompts)
+        past.leaves_out = past.inputs.keys() != inputs.keys()
         return past
 
     def _known(self, prompt: Prompt, next_use: float | None) -> Past:

@@ -52,8 +52,9 @@ class StagedCopier(Copier):
     tensors, which need Triton's interpreter, are for tests.
 
     The host region is contiguous; for tensors on a CUDA or HIP device it is pinned, or begins `pinned`, which is pinned
-    later. Blocks of `direct_bytes` bytes or more in every part cross
-    directly. With `loads_first` stores pause for loads (loads_first.py). `streams` and `seam_bytes` are for tests.
+    later. Blocks of `direct_bytes` bytes or more in every part cross directly. With `loads_first` stores pause for
+    loads (loads_first.py). `streams` and `seam_bytes` are for tests.
+
     Raises ConfigurationError when the rings are too small for the largest part, or Triton does not fit the device.
     """
 
