@@ -1,6 +1,6 @@
 """Copiers with faults in the host cache of a linker."""
 
-from functools import partial
+from dataclasses import replace
 
 from cpu_prefix_cache.by_keys import KeyedHostCache
 from cpu_prefix_cache.deciding import Direction
@@ -23,7 +23,7 @@ class Failing(MeddlingCopier):
         return event
 
 
-def with_copier(monkeypatch, make, **options):
+def with_copier(monkeypatch, make):
     """From now on a linker's host cache has the copier that `make` puts around its own. Those made, in a list."""
     made = []
 
@@ -31,6 +31,8 @@ def with_copier(monkeypatch, make, **options):
         made.append(make(copier, tensors))
         return made[-1]
 
-    host = partial(KeyedHostCache, wrap_copier=wrap, **options)
+    def host(groups, *, options, **others):
+        return KeyedHostCache(groups, options=replace(options, wrap_copier=wrap), **others)
+
     monkeypatch.setattr("connector.sglang.linker.KeyedHostCache", host)
     return made

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from cpu_prefix_cache import Prefix, State, Window, keys_and_values, states
+from cpu_prefix_cache import HostOptions, Prefix, State, Window, keys_and_values, states
 from cpu_prefix_cache.by_keys import KeyedHostCache
+from cpu_prefix_cache.tier import Tier
 
 BLOCKS, TOKENS, WINDOW = 24, 4, 8
 GROUPS = ("attention", "window", "state")
@@ -25,23 +26,34 @@ def keys(*names: object) -> list[bytes]:
 
 
 class KeyedEngine:
-    """`groups` are some of GROUPS; `host_blocks` is the size of the host, in blocks of attention."""
+    """`groups` are some of GROUPS; `host_blocks` is the size of the host, in blocks of attention. The rest are options
+    of the host cache."""
 
-    def __init__(self, groups: Sequence[str] = GROUPS, host_blocks: int = 200, **options: object) -> None:
+    def __init__(
+        self,
+        groups: Sequence[str] = GROUPS,
+        host_blocks: int = 200,
+        *,
+        codec: str = "none",
+        null_block: int | None = None,
+        below: Tier | None = None,
+        **options: object,
+    ) -> None:
         kv = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16)
         window = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16)
         state = torch.zeros(BLOCKS, 50)
-        codec = {"codec": options.pop("codec")} if "codec" in options else {}
         layouts = {
-            "attention": lambda: Prefix(keys_and_values(kv, block_dim=2), block_tokens=TOKENS, **codec),
+            "attention": lambda: Prefix(keys_and_values(kv, block_dim=2), block_tokens=TOKENS, codec=codec),
             "window": lambda: Window(
-                keys_and_values(window, block_dim=2), block_tokens=TOKENS, window_tokens=WINDOW, **codec
+                keys_and_values(window, block_dim=2), block_tokens=TOKENS, window_tokens=WINDOW, codec=codec
             ),
             "state": lambda: State(states(state), block_tokens=TOKENS),
         }
         self.groups = [layouts[name]() for name in groups]
-        sizes = {"host_bytes": host_blocks * self.groups[0].group.block_bytes}
-        self.host = KeyedHostCache(self.groups, **(sizes | options))
+        size = host_blocks * self.groups[0].group.block_bytes
+        self.host = KeyedHostCache(
+            self.groups, host_bytes=size, null_block=null_block, below=below, options=HostOptions(**options)
+        )
 
     def bytes_of(self, key: bytes, group: int) -> list[torch.Tensor]:
         """The bytes that a block of this key has in each part of a group: those of bf16 numbers near one."""

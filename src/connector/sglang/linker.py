@@ -25,7 +25,7 @@ from connector.common.options import check_known
 from connector.sglang.layers import LayerWaits
 from connector.sglang.pools import groups_of
 from connector.sglang.ranks import Ranks
-from cpu_prefix_cache import ConfigurationError, MisuseError
+from cpu_prefix_cache import ConfigurationError, HostOptions, MisuseError
 from cpu_prefix_cache.by_keys import CopyHandle, FoundKeys, KeyedHostCache
 from cpu_prefix_cache.deciding import Group, num_bytes
 
@@ -45,7 +45,8 @@ class HostLinker(UnifiedCacheLinker):
             raise ConfigurationError(f'linker_extra_config needs {BYTES}, the host memory of a rank, such as "64GiB"')
         size = num_bytes(BYTES, extra_config[BYTES])
         self.pools, self.forward_stream = groups_of(params), forward_stream
-        self.host = KeyedHostCache([*self.pools.values()], null_block=0, **{**extra_config, BYTES: size})
+        options = HostOptions(**{name: value for name, value in extra_config.items() if name != BYTES})
+        self.host = KeyedHostCache([*self.pools.values()], host_bytes=size, null_block=0, options=options)
         self.layer_done_counter = LayerWaits(1 + max(layer for pool in self.pools.values() for layer in pool.layers))
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)

@@ -25,7 +25,7 @@ from cpu_prefix_cache.host_cache.options import (
     HostOptions,
     check_device,
     check_host_bytes,
-    check_option,
+    check_options,
     check_pool_options,
     check_tokens_of,
 )
@@ -96,7 +96,7 @@ class Halves(CopyingHalf):
         from cpu_prefix_cache.kv_layout import check_layout
 
         check_device(device)
-        check_option("options", options, isinstance(options, HostOptions), "HostOptions(policy=..., offload=...)")
+        check_options(options)
         check_tokens_of(max_model_len=max_model_len, max_step_tokens=max_step_tokens)
         if pool is None:
             check_host_bytes(host_bytes)

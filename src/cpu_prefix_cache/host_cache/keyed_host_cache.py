@@ -25,10 +25,11 @@ from cpu_prefix_cache.host_cache.copying_half import CopyingHalf
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
 from cpu_prefix_cache.host_cache.options import (
-    CopierWrapper,
+    USUAL_HOST,
     HostOptions,
     check_host_bytes,
-    check_option,
+    check_keyed_options,
+    check_options,
     check_tokens_of,
 )
 from cpu_prefix_cache.keyed.found_keys import FoundKeys
@@ -66,6 +67,8 @@ class KeyedStatistics:
 class KeyedHostCache(CopyingHalf):
     """Blocks of `groups` in `host_bytes` of host memory, by keys of `chunk_tokens` tokens.
 
+    Of the `options` there are `policy`, `threads`, `load_seconds` and `wrap_copier`.
+
     `below` is a FileTier for what host memory cannot hold (docs/tiers.md); then keys are sha256 digests, a load may
     wait for it, and `poll` is called now and then.
 
@@ -80,11 +83,8 @@ class KeyedHostCache(CopyingHalf):
         *,
         host_bytes: int,
         chunk_tokens: int | None = None,
-        policy: str = "lru",
         null_block: int | None = None,
-        threads: bool | None = None,
-        load_seconds: float | None = None,
-        wrap_copier: CopierWrapper | None = None,
+        options: HostOptions = USUAL_HOST,
         below: Tier | None = None,
     ) -> None:
         from cpu_prefix_cache.kv_layout import check_groups
@@ -92,8 +92,8 @@ class KeyedHostCache(CopyingHalf):
         check_host_bytes(host_bytes)
         if chunk_tokens is not None:
             check_tokens_of(chunk_tokens=chunk_tokens)
-        check_option("policy", policy, isinstance(policy, str), "the name of a policy")
-        options = HostOptions(threads=threads, load_seconds=load_seconds, wrap_copier=wrap_copier)
+        check_options(options)
+        check_keyed_options(options)
         check_groups(groups)
         planner = KeyPlanner([each.group for each in groups], chunk_tokens=chunk_tokens, in_pages=below is not None)
         num_blocks = host_bytes // planner.host_block_bytes
@@ -103,7 +103,7 @@ class KeyedHostCache(CopyingHalf):
                 f"bytes, got {host_bytes}"
             )
         self._begin_copying(planner, groups, num_blocks, options, null_block=null_block)
-        ready = self._arena.ready_blocks
+        ready, policy = self._arena.ready_blocks, options.policy
         self._tier: TierBelow | None = None
         if below is None:
             self.cache = KeyedCache(planner, host_blocks=num_blocks, ready_blocks=ready, policy=policy)

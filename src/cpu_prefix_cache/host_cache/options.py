@@ -1,7 +1,7 @@
 """HostOptions: choices for a HostCache, each checked, so that another value ends in a sentence that names it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
@@ -38,6 +38,10 @@ def check_device(device: object) -> None:
     check_option("device", device, is_right, "an instance of QueueDevice, PooledDevice or another Device")
 
 
+def check_options(options: object) -> None:
+    check_option("options", options, isinstance(options, HostOptions), "HostOptions(policy=..., offload=...)")
+
+
 def _are_seconds(value: object) -> bool:
     if value is None:
         return True
@@ -72,7 +76,15 @@ class HostOptions(CacheOptions):
 
 
 USUAL_HOST = HostOptions()
+_BY_KEYS = ("policy", "threads", "load_seconds", "wrap_copier")
 _OF_KEEPER = ("offload", "policy", "store_after", "min_store_tokens", "checkpoint_interval")  # are not the engine's
+
+
+def check_keyed_options(options: HostOptions) -> None:
+    """Raise ConfigurationError for the first option that blocks by keys do not have."""
+    for name in (each.name for each in fields(options) if each.name not in _BY_KEYS):
+        value, must = getattr(options, name), getattr(USUAL_HOST, name)
+        check_option(name, value, value == must, f"{must!r} for blocks by keys, which have {', '.join(_BY_KEYS)}")
 
 
 def check_pool_options(host_bytes: object, below: object, options: HostOptions) -> None:

@@ -381,6 +381,17 @@ def test_a_policy_of_whole_prompts_is_refused():
         KeyedEngine(policy="arc")
 
 
+@pytest.mark.parametrize("options", [{"offload": "eager"}, {"strict": True}, {"store_after": 2}])
+def test_options_of_requests_are_refused(options):
+    with pytest.raises(ConfigurationError, match="for blocks by keys, which have policy, threads"):
+        KeyedEngine(**options)
+
+
+def test_options_are_one_value():
+    with pytest.raises(ConfigurationError, match=r"options must be HostOptions\("):
+        KeyedHostCache(KeyedEngine().groups, host_bytes=1 << 20, options={"policy": "lru"})
+
+
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [

@@ -276,17 +276,17 @@ def test_another_policy_writes_below(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("groups", "host_bytes", "blocks", "wanted"),
+    ("groups", "host_blocks", "blocks", "wanted"),
     [
-        (["attention", "window"], 12 * 12288, BLOCKS, [[7], [6, 5]]),
-        (["attention", "state"], 12 * 12288, [[0, 1, 2], [2]], [[], [5]]),
-        (["state"], 6 * 4096, [[3]], [[7]]),
+        (["attention", "window"], 12, BLOCKS, [[7], [6, 5]]),
+        (["attention", "state"], 12, [[0, 1, 2], [2]], [[], [5]]),
+        (["state"], 123, [[3]], [[7]]),  # of 200 bytes: six pages
     ],
     ids=["windows of more keys than attention", "a state alone", "states without attention"],
 )
-def test_sides_come_back_without_their_chunks(tmp_path, groups, host_bytes, blocks, wanted):
+def test_sides_come_back_without_their_chunks(tmp_path, groups, host_blocks, blocks, wanted):
     """The chunks that they hang below are read, too."""
-    engine = engine_above(tmp_path, groups, host_bytes=host_bytes)
+    engine = engine_above(tmp_path, groups, host_blocks=host_blocks)
     for prompt in PROMPTS:
         engine.put(prompt, blocks)
         settle(engine)
