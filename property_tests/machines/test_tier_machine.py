@@ -327,7 +327,7 @@ class WithTier(PrefixCacheMachine):
         for open_ in (self.asks, self.answers):
             for id in [id for id in open_ if id < plan.told_below]:
                 del open_[id]
-        assert plan.first_generation == self.cache.below._first
+        assert plan.first_generation == self.cache.below._generations.first
         for transfer in plan.step.transfers:
             assert transfer.id not in self.moves
             self.moves[transfer.id] = Move(transfer, cancelled=transfer.failed)
@@ -468,7 +468,7 @@ class WithTier(PrefixCacheMachine):
         ledger = self.cache.below.edge.ledger
         before = {transfer.id for transfer in ledger}
         planned = {
-            (slot, self.cache.below._generations[slot])
+            (slot, self.cache.below._generations.of[slot])
             for transfer in ledger.loads.values()
             if ledger.is_planned(transfer)
             for copy in transfer.plan.copies
@@ -597,7 +597,7 @@ class WithTier(PrefixCacheMachine):
         What is known before the ranks have reported is taken in later, and only if no reset came first.
         """
         opened = self.tiers[0].next_generation if self.cache.below.edge.epoch else 0
-        floor = max(self.cache.below._first, opened, *(tier.floor for tier in self.tiers))
+        floor = max(self.cache.below._generations.first, opened, *(tier.floor for tier in self.tiers))
         for rank, tier in enumerate(self.tiers):
             for slot, record in tier.records.items():
                 if record.is_intact and record.label.generation >= floor:
@@ -607,7 +607,7 @@ class WithTier(PrefixCacheMachine):
     @invariant()
     def the_tier_has_its_listed_slots(self) -> None:
         """Leave out slots that went bad."""
-        pool, generations = self.cache.below.pool, self.cache.below._generations
+        pool, generations = self.cache.below.pool, self.cache.below._generations.of
         for name in ALL_NAMES:
             for key in (name, checkpoint_key(name)):
                 node = pool.find(key)

@@ -16,12 +16,10 @@ slots are what this process remembers of it, and unknown names are asked for (`k
 """
 
 import logging
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from cpu_prefix_cache.messages.generations import begin_of, range_of
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label, TransferPlan
 from cpu_prefix_cache.messages.tier import BlockName, Found, TierPlan, TierReport
 from cpu_prefix_cache.offload.chain import Chain
@@ -29,6 +27,7 @@ from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
 from cpu_prefix_cache.offload.transfers import LoadTransfer, StoreTransfer, Transfer, TransferLedger
 from cpu_prefix_cache.pool.block_pool import BlockPool
 from cpu_prefix_cache.tiers.keyed_questions import KeyedQuestions
+from cpu_prefix_cache.tiers.slot_generations import SlotGenerations
 from cpu_prefix_cache.tiers.tier_cache import PAUSE_SECONDS, STALL_SECONDS, STORE_PAUSE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -60,17 +59,13 @@ class KeyedTier:
         self._pool = BlockPool(slots)
         self._block_bytes = block_bytes
         self._may_wait = max(1, host_blocks // WRITTEN_SHARE)
-        self._generations = array("Q", bytes(8 * slots))  # of each slot
-        self._first = self._next = 0  # generations: the first that is served, the next that is given
+        self._generations = SlotGenerations(slots, ranks=1)
         self._epoch = 0  # resets
-        self._was_reset = False  # before it was open
-        self._is_open = self._is_whole = False  # whole: all from before a restart is taken in
-        self._taken = 0  # portions of that
+        self._is_whole = False
         self._now = 0.0
         pause = PAUSE_SECONDS if ask_seconds is None else STORE_PAUSE_SECONDS
         self._breakers = {direction: _Breaker(direction, pause) for direction in Direction}
         self._questions = None if ask_seconds is None else KeyedQuestions(ask_seconds)
-        self._revision: str | None = None  # as the last reset has named it
         self._ledger = TransferLedger(ranks=1)  # a node of the pool is also a slot
         self._jobs: dict[int, JobEnded] = {}  # by transfer, with what they had lost before
         self._ended: list[JobEnded] = []
@@ -125,8 +120,8 @@ class KeyedTier:
         lost = [*wanted][len(nodes) :]
         self._counts["unsaved"] += len(lost)
         for node in nodes:
-            self._generations[node] = self._next
-            self._next += 1
+            self._generations.of[node] = self._generations.next
+            self._generations.next += 1
         plan = self._plan(Direction.STORE, taken, nodes, [wanted[name] for name in taken])
         self._begin(JobEnded(job, frozenset(lost)), StoreTransfer(plan, _chain(taken), hold=None, nodes=nodes))
 
@@ -144,28 +139,28 @@ class KeyedTier:
         for transfer in self._ledger:
             self._ledger.cancel(transfer)
         self._pool.reset()
-        self._revision = revision
         if self._questions is not None:
             self._questions.reset()
         self._epoch += 1
-        self._was_reset = not self._is_open
-        self._first = self._next = begin_of(range_of(self._next) + 1)
+        self._generations.reset(revision)
 
     # Messages
 
     def plan(self) -> TierPlan:
         """Work that is to begin now."""
-        plan = TierPlan(self._ledger.step(self._epoch), self._first, self._taken, revision=self._revision)
+        step = self._ledger.step(self._epoch)
         if self._questions is None:
-            return plan
-        return plan._replace(asks=self._questions.take_new(), told_below=self._questions.told_below)
+            return self._generations.plan(step)
+        return self._generations.plan(step, self._questions.take_new(), self._questions.told_below)
 
     def report(self, report: TierReport) -> list[JobEnded]:
         """Jobs that end with this report of the rank. Reports may be repeated."""
-        if report.next_generation is not None and not self._is_open:
-            self._open(report.next_generation)
-        if self._is_open and not self._is_whole:
-            self._take_in(report)
+        if report.next_generation is not None:
+            self._generations.opens(0, report.next_generation)
+        if self._generations.is_open and not self._is_whole:
+            for found in self._generations.take_in(report):
+                self._take(found)
+            self._is_whole = self._generations.has_all(report)
         if self._questions is not None:
             self._remember(*self._questions.told(report.told))
         for transfer in self._ledger.take_in(report.transfers):
@@ -210,7 +205,7 @@ class KeyedTier:
             yield GroupCopy(number, tuple(slots[each] for each in at), tuple(blocks[each] for each in at), labels)
 
     def _label(self, name: BlockName, slot: int) -> Label:
-        return Label(name.key, b"", name.number, 0, 0, self._generations[slot])
+        return Label(name.key, b"", name.number, 0, 0, self._generations.of[slot])
 
     def _end(self, transfer: Transfer) -> None:
         self._ledger.remove(transfer)
@@ -251,21 +246,7 @@ class KeyedTier:
         new = [name for name in dict.fromkeys(found) if not self._is_known(name)]
         for name, node in zip(new, self._pool.take(len(new)), strict=False):
             self._pool.commit([node], [name.spelled], self._pool.root, self._pool.touch(None))
-            self._generations[node] = self._next
-
-    def _open(self, next_generation: int) -> None:
-        self._is_open = True
-        self._next = max(next_generation, self._next)
-        if self._was_reset:
-            self._first = self._next
-
-    def _take_in(self, report: TierReport) -> None:
-        if report.portion == self._taken + 1:
-            self._taken += 1
-            for found in report.found:
-                if found.label.generation >= self._first:
-                    self._take(found)
-        self._is_whole = report.is_scanned
+            self._generations.of[node] = self._generations.next
 
     def _take(self, found: Found) -> None:
         """The youngest slot of a name comes last."""
@@ -276,7 +257,7 @@ class KeyedTier:
         nodes = self._pool.claim([found.slots])
         self._pool.commit(nodes, [name.spelled], self._pool.root, self._pool.touch(None))
         for slot in found.slots:
-            self._generations[slot] = found.label.generation
+            self._generations.of[slot] = found.label.generation
 
 
 def _chain(names: Sequence[BlockName]) -> Chain:

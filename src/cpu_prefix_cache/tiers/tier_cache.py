@@ -21,11 +21,9 @@ have put there is taken in with the store's answer (`questions.py`), and what it
 """
 
 import logging
-from array import array
 from collections.abc import Hashable, Iterator, Sequence
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
-from cpu_prefix_cache.messages.generations import begin_of, range_of
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import CHUNK, Direction, GroupCopy, Label, TransferPlan
 from cpu_prefix_cache.messages.request import CheckpointAt, Request
@@ -46,6 +44,7 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.tiers.demotion import Demotion
 from cpu_prefix_cache.tiers.found import FoundBefore
 from cpu_prefix_cache.tiers.questions import StoreQuestions
+from cpu_prefix_cache.tiers.slot_generations import SlotGenerations
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +107,7 @@ class TierCache:
         self.demotion = Demotion(host, stores, steps, is_eager=self._is_eager)
         self.edge = Edge(stores, self.demotion)
         self._found = FoundBefore(self.coordinator)
-        self._generations = array("Q", bytes(8 * options.slots))  # of each slot
-        self._first = self._next = 0  # generations: the first that is served, the next that is given
-        self._ranges: dict[int, int] = {}  # rank -> the first generation that it has never used
-        self._was_reset = False  # before all ranks had reported
-        self._revision: str | None = None  # as the last reset has named it
-        self._taken = 0  # portions
+        self._generations = SlotGenerations(options.slots, ranks)
         self._paused_at: float | None = None
         self._failing_since: float | None = None  # since then nothing is written
         self._pause_seconds = PAUSE_SECONDS if options.ask_seconds is None else STORE_PAUSE_SECONDS
@@ -132,11 +126,7 @@ class TierCache:
     @property
     def can_be_read(self) -> bool:
         """Whether all ranks have reported, and the tier neither pauses nor hangs."""
-        return self._have_all_reported and not self.is_off and not self._hangs
-
-    @property
-    def _have_all_reported(self) -> bool:
-        return len(self._ranges) == self.edge.ledger.ranks
+        return self._generations.is_open and not self.is_off and not self._hangs
 
     @property
     def _hangs(self) -> bool:
@@ -245,19 +235,16 @@ class TierCache:
         step = self.edge.begin_step()
         if step.transfers:
             step = step._replace(transfers=tuple(map(self._labelled, step.transfers)))
-        asks = self._questions.take_new()
-        return TierPlan(step, self._first, self._taken, asks, self._questions.told_below, self._revision)
+        return self._generations.plan(step, self._questions.take_new(), self._questions.told_below)
 
     def report(self, report: TierReport) -> list[tuple[Ended, LoadTransfer]]:
         """A rank has finished transfers. The loads that end with this report. Reports may be late or repeated."""
         rank = report.transfers.rank
         if report.next_generation is None:
-            self.edge.is_off = self.is_off or rank not in self._ranges
-        elif not self._have_all_reported:
-            self._ranges.setdefault(rank, report.next_generation)
-            if self._have_all_reported:
-                self._open()
-        if rank == 0 and self._have_all_reported and not self.demotion.is_open:
+            self.edge.is_off = self.is_off or rank not in self._generations.unused
+        elif self._generations.opens(rank, report.next_generation):
+            self.edge.is_off = False
+        if rank == 0 and self._generations.is_open and not self.demotion.is_open:
             self._take_in(report)
         for id, slots in report.transfers.unfit:
             load = self.edge.ledger.loads.get(id)
@@ -300,28 +287,16 @@ class TierCache:
 
     def reset(self, revision: str | None = None) -> None:
         self.edge.reset()
-        self._revision = revision
         self._found.clear()
         self._questions.reset()
-        self._was_reset = not self._have_all_reported
-        self._first = self._next = begin_of(range_of(self._next) + 1)
+        self._generations.reset(revision)
 
     # Details
 
-    def _open(self) -> None:
-        """All ranks have reported: generations begin beyond what any of them has used."""
-        self.edge.is_off = False
-        self._next = max(*self._ranges.values(), self._next)
-        if self._was_reset:
-            self._first = self._next
-
     def _take_in(self, report: TierReport) -> None:
-        if report.portion == self._taken + 1:
-            self._taken += 1
-            later = (found for found in report.found if found.label.generation >= self._first)
-            for slot, generation in self._found.take_in(later):
-                self._generations[slot] = generation
-        if report.is_scanned and report.portion == self._taken:
+        for slot, generation in self._found.take_in(self._generations.take_in(report)):
+            self._generations.of[slot] = generation
+        if self._generations.has_all(report):
             self.demotion.is_open = True
             self._found.clear()
 
@@ -335,7 +310,7 @@ class TierCache:
         """Others have stored this chain."""
         nodes = self.edge.note(chain, self.pool.touch(None))
         for slot in (slot for node in nodes for slot in self.pool.all_blocks_of(node)):
-            self._generations[slot] = self._next
+            self._generations.of[slot] = self._generations.next
         self._learned += min(len(nodes), len(chain.keys))
 
     def _state(self) -> str:
@@ -375,8 +350,8 @@ class TierCache:
             for at, slot in enumerate(copy.host_blocks):
                 number = at // piece.host_blocks
                 name = number if piece.in_chunk else (copy.group, number)
-                self._generations[slot] = self._next + given.setdefault(name, len(given))
-        self._next += len(given)
+                self._generations.of[slot] = self._generations.next + given.setdefault(name, len(given))
+        self._generations.next += len(given)
 
     def _labels(self, transfer: Transfer, copy: GroupCopy) -> Iterator[Label]:
         piece = self.planner.pieces[copy.group]
@@ -384,12 +359,12 @@ class TierCache:
             parents = [transfer.chain.parent_key or b"", *transfer.keys]
             for at, slot in enumerate(copy.host_blocks):
                 chunk, place = divmod(at, piece.host_blocks)
-                yield Label(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK, self._generations[slot])
+                yield Label(transfer.keys[chunk], parents[chunk], copy.group, place, CHUNK, self._generations.of[slot])
             return
         boundary = self._boundary_key(transfer)
         for at, slot in enumerate(copy.host_blocks):
             key, _, block = self._piece_key(slot)
-            yield Label(key, boundary, copy.group, at % piece.host_blocks, block, self._generations[slot])
+            yield Label(key, boundary, copy.group, at % piece.host_blocks, block, self._generations.of[slot])
 
     def _boundary_key(self, transfer: Transfer) -> bytes:
         """Key of the chunk at whose end the checkpoint is that is stored. No load needs it."""
