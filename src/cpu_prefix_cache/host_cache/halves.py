@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from cpu_prefix_cache.host_cache.arguments import check_id, check_keys, check_tokens, tokens_by_request
 from cpu_prefix_cache.host_cache.copying_half import CopyingHalf
 from cpu_prefix_cache.host_cache.destinations import Destinations
-from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
+from cpu_prefix_cache.host_cache.host_tier import TierBelow, options_below
 from cpu_prefix_cache.host_cache.node_pool import joined
 from cpu_prefix_cache.host_cache.options import (
     USUAL_HOST,
@@ -114,12 +114,12 @@ class Halves(CopyingHalf):
         self._joined = None if pool is None else joined(pool, planner, groups)
         self._kept: KeptCache | None = None
         with ExitStack() as undo:
-            if self._joined is not None:
+            if self._joined is None:
+                num_blocks, region, messenger = _num_blocks(planner, host_bytes), None, None
+            else:
                 undo.callback(self._joined.close)
-            num_blocks = _num_blocks(planner, host_bytes) if self._joined is None else self._joined.num_slots
-            region = messenger = None
-            if self._joined is not None:
-                region, messenger = self._joined.region(), self._joined.messenger(planner)
+                num_blocks, region = self._joined.num_slots, self._joined.region()
+                messenger = self._joined.messenger(planner)
                 self._joined.close_after(region)  # first: what is made later ends earlier, and copies have to
             self._begin_copying(planner, groups, num_blocks, options, null_block=device.null_block, region=region)
             engine = EngineTraits(
@@ -129,19 +129,17 @@ class Halves(CopyingHalf):
             ready = self._arena.ready_blocks
             self.cache: CPUPrefixCache | KeptCache  # which has its pool here; or not
             self._tier: TierBelow | None = None
-            self._tiered: TieredCache | None = None
             if below is not None:
-                slots = slots_below(below, planner, num_blocks)
-                self.cache = self._tiered = TieredCache(
+                self.cache = tiered = TieredCache(
                     planner,
                     device,
                     host_blocks=num_blocks,
-                    below=below.options(slots),
+                    below=options_below(below, planner, num_blocks),
                     ready_blocks=ready,
                     options=options,
                     engine=engine,
                 )
-                self._tier = TierBelow(below, slots, self._tiered, groups, self._arena.blocks)
+                self._tier = TierBelow(below, tiered, groups, self._arena.blocks)
             elif messenger is not None:
                 least = options.min_load_tokens or 0
                 self.cache = self._kept = KeptCache(
@@ -157,7 +155,7 @@ class Halves(CopyingHalf):
         self._strict = options.strict
         self._max_model_len = max_model_len
         self._running: dict[Hashable, _Started] = {}
-        self._is_timed = self._tiered is not None or self._kept is not None  # to read files only where that is sooner
+        self._is_timed = self._tier is not None or self._kept is not None  # to read files only where that is sooner
         self._began = 0.0  # when the last step did
         # Requests that ended in the last step and in this one: end_step may report them, in an engine that overlaps.
         self._left: deque[set[Hashable]] = deque([set(), set()], maxlen=2)

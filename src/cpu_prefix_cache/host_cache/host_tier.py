@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cpu_prefix_cache.keyed.tiered_keyed_cache import TieredKeyedCache
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.stats import TierStatistics
+from cpu_prefix_cache.messages.tier import TierOptions
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.slab.tier import RankPart, Tier
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
@@ -26,7 +27,7 @@ NAP_SECONDS = 0.002
 
 
 class TierBelow:
-    """A tier of so many `slots` below `cache`. `region` is the host region, uint8 [blocks, bytes].
+    """The tier `below` that `cache` has. `region` is the host region, uint8 [blocks, bytes].
 
     Raises ConfigurationError for what only the operator can change. Whatever else keeps the tier from being
     opened pauses it.
@@ -35,14 +36,13 @@ class TierBelow:
     def __init__(
         self,
         below: Tier,
-        slots: int,
         cache: TieredCache | TieredKeyedCache,
         groups: "Sequence[KVGroup]",
         region: "torch.Tensor",
     ) -> None:
         namespace = _namespace(below, cache.planner, groups)
         self._above = cache
-        self._rank = below.opening(namespace, region, cache.planner.pieces, RankPart(slots))
+        self._rank = below.opening(namespace, region, cache.planner.pieces, RankPart(cache.below.pool.capacity))
         self._flush_seconds = below.flush_seconds
         self.report()  # the first request may need chunks from before
 
@@ -78,15 +78,15 @@ class TierBelow:
         self._rank.close()
 
 
-def slots_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> int:
-    """Slots of a tier below so many host blocks. Raises ConfigurationError for what is no tier, or too small."""
+def options_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> TierOptions:
+    """Options of a tier below so many host blocks. Raises ConfigurationError for what is no tier, or too small."""
     if not isinstance(below, Tier):
         raise ConfigurationError(
             "below a HostCache or a KeyedHostCache is a FileTier(path, bytes, model=..., revision=...), or a "
             "SharedTier(store, model=..., revision=...), since neither files nor a store tell whose KV they hold; got "
             f"{type(below).__name__}"  # which may be a URL with a password
         )
-    return below.slots(planner.host_block_bytes, host_blocks)
+    return below.options(below.slots(planner.host_block_bytes, host_blocks))
 
 
 def _namespace(below: Tier, planner: HybridChunkPlanner, groups: "Sequence[KVGroup]") -> "Namespace":

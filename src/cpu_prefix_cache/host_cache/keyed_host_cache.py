@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from cpu_prefix_cache.host_cache.arguments import check_keys
 from cpu_prefix_cache.host_cache.copying_half import CopyingHalf
 from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
-from cpu_prefix_cache.host_cache.host_tier import TierBelow, slots_below
+from cpu_prefix_cache.host_cache.host_tier import TierBelow, options_below
 from cpu_prefix_cache.host_cache.options import (
     USUAL_HOST,
     HostOptions,
@@ -108,15 +108,14 @@ class KeyedHostCache(CopyingHalf):
         if below is None:
             self.cache = KeyedCache(planner, host_blocks=num_blocks, ready_blocks=ready, policy=policy)
         else:
-            slots = slots_below(below, planner, num_blocks)
             self.cache = tiered = TieredKeyedCache(
                 planner,
                 host_blocks=num_blocks,
-                below=below.options(slots),
+                below=options_below(below, planner, num_blocks),
                 ready_blocks=ready,
                 policy=policy,
             )
-            self._tier = TierBelow(below, slots, tiered, groups, self._arena.blocks)
+            self._tier = TierBelow(below, tiered, groups, self._arena.blocks)
         self._sizes = [each.num_blocks for each in groups]
         self._null_block = null_block
         self._key_bytes = set[int]()  # the length of all keys, once there is one
