@@ -43,9 +43,8 @@ from cpu_prefix_cache.slab.records import check_label
 if TYPE_CHECKING:
     import torch
 
-THREADS = (
-    4  # as fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md)
-)
+# As fast as 8 at 2 MiB; beside a busy engine a step takes 1.25 times as long, and 1.39 with 8 (docs/tiers.md).
+THREADS = 4
 STORING = 2  # threads, so that reads need not wait for writes
 SLICE_BYTES = READ_BYTES // THREADS  # at most
 STALL_LOOK_SECONDS = 0.25  # between two looks of who waits for an end
@@ -108,8 +107,7 @@ class TierCopier(Copier):
         self.below, self._pieces = below, tuple(pieces)
         self._num_refused = 0
         most = max(SLICE_BYTES, self.block_bytes)  # of a slice
-        self._landing = None if stall_seconds is None else Landing(most)
-        self._reads = _Reads(None if stall_seconds is None else stall_seconds * most / SLICE_BYTES)
+        self._landing = None if stall_seconds is None else Landing(most, stall_seconds * most / SLICE_BYTES, THREADS)
         self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
         threads = [
@@ -130,8 +128,8 @@ class TierCopier(Copier):
         meter = self._meters[direction]
         undo = partial(self.below.forget, [entry.slot for entry in entries]) if direction is Direction.STORE else None
         act = self._store if direction is Direction.STORE else self._load
-        reads = self._reads if direction is Direction.LOAD else None
-        transfer = _Transfer(len(slices), after, meter, undo, reads)
+        landing = self._landing if direction is Direction.LOAD else None
+        transfer = _Transfer(len(slices), after, meter, undo, landing)
         work = [partial(act, transfer, part) for part in slices]
         meter.begin()
         try:
@@ -199,7 +197,7 @@ class TierCopier(Copier):
             lost = set(self.below.read(slots, views, labels))
         else:
             landed = self._landing.views(len(entries), self.block_bytes)
-            with self._reads.under_way(transfer):
+            with self._landing.under_way(transfer.ended):
                 lost = set(self.below.read(slots, landed, labels))
             transfer.land(landed, views)
         refused = [entry.slot for entry in entries if entry.slot in lost]
@@ -223,43 +221,11 @@ class TierCopier(Copier):
         return tails
 
 
-class _Reads:
-    """When loads have last read a slice. They stall after `seconds` without that, and while all threads are in reads
-    that were given up; None: nobody asks.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds, self._last = seconds, 0.0
-        self._under_way: dict[int, _Transfer] = {}  # by threads
-
-    @contextlib.contextmanager
-    def under_way(self, transfer: "_Transfer") -> Iterator[None]:
-        """This thread reads a slice of it."""
-        thread = threading.get_ident()
-        self._under_way[thread] = transfer
-        try:
-            yield
-        finally:
-            del self._under_way[thread]
-
-    def moved(self) -> None:
-        self._last = time.monotonic()
-
-    def stall(self, since: float) -> bool:
-        if self._seconds is None:
-            return False
-        return time.monotonic() >= max(self._last, since) + self._seconds or self._no_thread_is_left()
-
-    def _no_thread_is_left(self) -> bool:
-        transfers = list(self._under_way.values())
-        return len(transfers) == THREADS and all(each.has_ended for each in transfers)
-
-
 class _Transfer(Event):
     """Ended when `slices` slices have. What one of them raises keeps the others from beginning; `undo` follows.
 
-    A load has ended when its `reads` stall, too. From then on it does not write to host memory. `refused` are the slots
-    whose bytes did not match its labels.
+    A load has ended when reads of its `landing` stall, too. From then on it does not write to host memory. `refused`
+    are the slots whose bytes did not match its labels.
     """
 
     def __init__(
@@ -268,11 +234,11 @@ class _Transfer(Event):
         after: Event,
         meter: RateMeter,
         undo: Callable[[], object] | None,
-        reads: _Reads | None = None,
+        landing: Landing | None,
     ) -> None:
         self._left, self._after, self._meter, self._undo = slices, after, meter, undo
-        self._reads, self._since = reads, time.monotonic()
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._landing, self._since = landing, time.monotonic()
+        self._lock, self.ended = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
         self.refused: list[int] = []
 
@@ -282,8 +248,8 @@ class _Transfer(Event):
             if self._error is None:
                 self._after.until_passed()
                 self._meter.moved(work())
-                if self._reads is not None:
-                    self._reads.moved()
+                if self._landing is not None:
+                    self._landing.moved()
         except BaseException as error:
             self._error = self._error or error
             if not isinstance(error, Exception):
@@ -304,28 +270,24 @@ class _Transfer(Event):
                 ctypes.memmove(address_of(target), address_of(source), len(source))
 
     def passed(self) -> bool:
-        if self._reads is not None and not self.has_ended and self._reads.stall(self._since):
+        if self._landing is not None and not self.ended.is_set() and self._landing.stall(self._since):
             self._give_up()
-        if not self.has_ended:
+        if not self.ended.is_set():
             return False
         raise_failure(self._error)
         return True
 
     def until_passed(self) -> None:
         while not self.passed():
-            self._ended.wait(STALL_LOOK_SECONDS)
+            self.ended.wait(STALL_LOOK_SECONDS)
 
     def unfit(self) -> Sequence[int]:
         return sorted(self.refused)  # threads have added them slice by slice
 
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
-
     def _give_up(self) -> None:
         with self._lock:
             self._error = self._error or OSError("no load has read a slice in time, or no thread is left for it")
-        self._ended.set()
+        self.ended.set()
 
     def _finish(self) -> None:
         try:
@@ -333,7 +295,7 @@ class _Transfer(Event):
             if self._error is not None and self._undo is not None:
                 self._undo()
         finally:
-            self._ended.set()
+            self.ended.set()
 
 
 class _Region:
