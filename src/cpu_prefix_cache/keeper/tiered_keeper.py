@@ -51,7 +51,6 @@ class TieredKeeper(Keeper):
         self.below = TierCache(planner, self._pool, replace(options, offload="eager"), USUAL_OPTIONS, ranks=1)
         self._promotions = Promotions(self._coordinator, self._edge, self.below)
         self._waiting: dict[tuple[int, int], _Waiting] = {}  # by engine and number
-        self._late = 0
         self._step_at = 0.0  # when to look at questions that wait: at once where something has come or ended
 
     # Questions that wait
@@ -119,7 +118,7 @@ class TieredKeeper(Keeper):
         if waiting.want is not None and isinstance(answer, Leased):
             here = waiting.want.host_end // self.planner.grid_tokens
             self._tier_hit_chunks += max(0, answer.depth - here)
-            self._late += not waiting.want.is_over
+            self._promotions.late(waiting.want)
         if not isinstance(answer, Pending):
             self._end((engine, id), waiting)  # after the lease that the answer has
         return answer
@@ -177,8 +176,7 @@ class TieredKeeper(Keeper):
 
     def tier_statistics(self) -> TierStatistics:
         """O(pins)."""
-        below = self.below.tier_statistics()
-        return replace(below, asked=self._promotions.asked, late=self._late, declined=self._promotions.declined)
+        return self._promotions.statistics()
 
     @property
     def is_awaited(self) -> bool:

@@ -12,12 +12,13 @@ has of it already is kept there by a pin, its lease, until whoever wants it ends
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from cpu_prefix_cache.messages.next_use import usable_next_use
 from cpu_prefix_cache.messages.request import Request
+from cpu_prefix_cache.messages.stats import TierStatistics
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.edge import PENDING_GRACE_SECONDS, Edge, Ended
@@ -65,7 +66,8 @@ class Promotions:
     def __init__(self, coordinator: KVCacheCoordinator, edge: Edge, below: TierCache) -> None:
         self._coordinator, self._edge, self._below = coordinator, edge, below
         self._trials = Trials()
-        self.asked = self.declined = 0  # requests that wait for the tier, and those that computing serves sooner
+        self._asked = self._declined = 0  # requests that wait for the tier, and those that computing serves sooner
+        self._late = 0  # of the first, those whose deadline passed
         self._planner, self._pool = coordinator.planner, coordinator.pool
         width = self._planner.host_blocks_per_chunk
         self.open: dict[Want, None] = {}  # those that are not ended, in the order in which they came
@@ -154,7 +156,7 @@ class Promotions:
             if chosen is not None:
                 self._trials.tries(now)
         if chosen is None:
-            self.declined += 1
+            self._declined += 1
             return Want(request, 0, 0, host_end, now, is_over=True)
         want = self._note(request, chosen, host_end)
         self.begin_deadline(want)
@@ -169,7 +171,7 @@ class Promotions:
         """A request is looked up. It waits for what is read before it, too, although computing it may take less: others
         want the GPU as well.
         """
-        self.asked += 1
+        self._asked += 1
         before = takewhile(lambda each: each is not want, self.open)
         num_bytes = self._below.queue_bytes + want.unread + sum(each.unread for each in before)
         want.deadline = self._below.now + 2 * self._below.seconds_to_read(num_bytes) + PENDING_GRACE_SECONDS
@@ -190,6 +192,11 @@ class Promotions:
         want.blocks = 0
         self._pool.unpin(want.lease)
         want.lease = None
+
+    def late(self, want: Want) -> None:
+        """Nobody waits for it any longer."""
+        self._late += not want.is_over
+        self.over(want)
 
     def over(self, want: Want) -> None:
         """Nothing more is read for it."""
@@ -234,6 +241,11 @@ class Promotions:
         want.blocks += kept
         self._promoted += kept - blocks
         return self._edge.promoted(store, ended.ok, load.good)
+
+    def statistics(self) -> TierStatistics:
+        """Counts of the tier, and of wants. O(pins)."""
+        below = self._below.tier_statistics()
+        return replace(below, asked=self._asked, late=self._late, declined=self._declined)
 
     def check_valid(self) -> None:
         """Assert that what is promoted is counted right. For tests."""

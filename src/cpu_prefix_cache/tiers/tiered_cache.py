@@ -91,7 +91,7 @@ class TieredCache(CPUPrefixCache):
         self._promotions = Promotions(self.coordinator, self.edge, self.below)
         self._expected = Expected(self._promotions.budget)
         self._ahead: Want | None = None  # of the first expected prompt
-        self._tier_hit_tokens = self._late = self._read_ahead = 0
+        self._tier_hit_tokens = self._read_ahead = 0
 
     # Questions
 
@@ -118,8 +118,7 @@ class TieredCache(CPUPrefixCache):
             return answer
         if now < want.deadline:
             return Pending(want.deadline)
-        self._late += 1
-        self._promotions.over(want)
+        self._promotions.late(want)
         return answer
 
     def _unknown_until(self, request: Request, n0: int, host_end: int, queue_bytes: int) -> float | None:
@@ -258,7 +257,7 @@ class TieredCache(CPUPrefixCache):
         may_read = True
         for want in sorted(self._promotions.open, key=lambda want: want.deadline == NEVER):  # first those looked up
             if self.below.now >= want.deadline + (LEASE_SECONDS if want.has_begun else 0):
-                self._late += not want.is_over
+                self._promotions.late(want)
                 self._promotions.end(want)
             elif not want.is_over and (may_read or want.has_begun):
                 may_read = self._promotions.advance(want, may_read)
@@ -308,14 +307,7 @@ class TieredCache(CPUPrefixCache):
 
     def tier_statistics(self) -> TierStatistics:
         """Counts of what the tier holds and has done so far. O(pins)."""
-        return replace(
-            self.below.tier_statistics(),
-            hit_tokens=self._tier_hit_tokens,
-            asked=self._promotions.asked,
-            late=self._late,
-            declined=self._promotions.declined,
-            read_ahead=self._read_ahead,
-        )
+        return replace(self._promotions.statistics(), hit_tokens=self._tier_hit_tokens, read_ahead=self._read_ahead)
 
     def may_be_named(self, keys: Sequence[bytes]) -> list[bool]:
         """As in CPUPrefixCache. A tier's write that has ended may be put off until the host has evicted the chunk."""
