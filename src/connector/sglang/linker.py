@@ -116,11 +116,8 @@ class HostLinker(UnifiedCacheLinker):
         self.host.close()
 
     def _pages(self, transfers: Iterable[PoolTransfer]) -> Pages:
-        by_name = {each.name: each for each in transfers}
-        return keys_of(transfers), [
-            blocks_of(by_name[name].device_indices, pool.group) if name in by_name else []
-            for name, pool in self.pools.items()
-        ]
+        given, pools = {each.name: each.device_indices for each in transfers}, self.pools.items()
+        return keys_of(transfers), [blocks_of(given[name], pool.group) if name in given else [] for name, pool in pools]
 
 
 def keys_of(transfers: Iterable[PoolTransfer]) -> list[bytes]:
