@@ -5,7 +5,7 @@ import torch
 
 from cpu_prefix_cache import ConfigurationError, FileTier, Prefix, SharedTier, keys_and_values
 from cpu_prefix_cache.testing import MemoryStore
-from cpu_prefix_cache.tiers.promotions import Promotions
+from cpu_prefix_cache.tiers.tier_cache import TierCache
 from tests.support.host_engine import GRID, PATIENCE, HostEngine, keys_of
 
 PROMPT = "abcd"
@@ -61,7 +61,7 @@ def test_a_chunk_that_does_not_fit_is_computed_again(content):
 @pytest.mark.parametrize(("then", "found"), [("exponent", 4), ("none", 0)])
 def test_a_coded_and_a_raw_cache_never_meet_below(tmp_path, content, monkeypatch, kind, then, found):
     """However long the machine takes to read."""
-    monkeypatch.setattr(Promotions, "deadline", lambda promotions, now, num_bytes: now + PATIENCE)
+    monkeypatch.setattr(TierCache, "seconds_to_read", lambda cache, num_bytes: PATIENCE)
     named, store = dict(model="tiny", revision="1"), MemoryStore()
     for codec, loaded in (("exponent", 0), (then, found)):
         files = FileTier(str(tmp_path), 1 << 20, **named)

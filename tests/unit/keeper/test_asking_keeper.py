@@ -107,7 +107,6 @@ def test_a_store_is_not_queried_for_a_prompt_of_which_the_pool_has_all(keeper):
 
 
 def test_a_store_is_not_queried_where_computing_is_sooner(keeper):
-    keeper._read_at = keeper._now
     keeper.below.edge.break_even.loads_at(0, 1.0)  # a byte a second
     assert keeper.run(ENGINE, 1, [A], chunk_nanoseconds=1_000_000) == NOTHING and not keeper.asks()
     assert isinstance(keeper.run(ENGINE, 2, [A], chunk_nanoseconds=10**12), Pending)
