@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from connector.transformers import HostPrefixCache
 from cpu_prefix_cache import ConfigurationError
@@ -41,3 +42,10 @@ def test_a_damaged_coded_block_changes_the_logits():
 def test_a_model_in_another_dtype_is_refused():
     with pytest.raises(ConfigurationError, match='codec "exponent" is for bfloat16'):
         HostPrefixCache(model("llama"), host_bytes="1MiB", block_tokens=BLOCK, codec="exponent")
+
+
+def test_a_model_without_full_attention_is_refused():
+    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    windows = MistralForCausalLM(MistralConfig(**sizes, num_hidden_layers=2, sliding_window=32)).to(BF16)
+    with pytest.raises(ConfigurationError, match="is for full attention, of which MistralForCausalLM has none"):
+        HostPrefixCache(windows, host_bytes="1MiB", max_model_len=LONGEST, codec="exponent")

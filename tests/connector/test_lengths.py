@@ -21,7 +21,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from connector.transformers import HostPrefixCache, ModelPast, PromptRefused
+from connector.transformers import HostPrefixCache, PromptRefused
 from cpu_prefix_cache import ConfigurationError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import initialise
@@ -127,8 +127,3 @@ def test_gpt2_has_its_length_under_another_name():
 def test_a_length_that_the_model_cannot_have_is_refused(length, must):
     with pytest.raises(ConfigurationError, match=f"max_model_len must be {must}, got {length}"):
         cache_of("gpt2", max_model_len=length)
-
-
-def test_a_codec_is_refused_for_a_model_without_full_attention():
-    with pytest.raises(ConfigurationError, match='codec "exponent" is for full attention, of which Mamba2ForCausalLM'):
-        ModelPast(model("mamba2"), 16, "exponent")
