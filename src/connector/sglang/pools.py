@@ -10,8 +10,13 @@ KV of another shape is refused.
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -41,7 +46,7 @@ def _check(params: Any) -> None:
         "context parallelism": params.attn_cp_size > 1
         or params.token_to_kv_pool_allocator.page_size != params.page_size,
         "a drafter's KV": any(drafts),
-        "states that its tree leaves out": isinstance(states, memory_pool.HybridReqToTokenPool) and not has_states,
+        "states that its tree leaves out": isinstance(states, HybridReqToTokenPool) and not has_states,
         "states in int8 or with others beside them": has_states
         and (states.mamba_ckpt_pool is not None or states.short_conv_pool.enabled or states.ngram_pool.enabled),
     }
@@ -55,15 +60,15 @@ def _pools(kv: Any) -> dict[PoolName, tuple[Any, dict[int, int]]]:
         full = {layer: at for layer, (at, is_window) in kv.layers_mapping.items() if not is_window}
         windows = {layer: at for layer, (at, is_window) in kv.layers_mapping.items() if is_window}
         return {PoolName.KV: (kv.full_kv_pool, full), PoolName.SWA: (kv.swa_kv_pool, windows)}
-    if type(kv) is memory_pool.HybridLinearKVPool:
+    if type(kv) is HybridLinearKVPool:
         return {PoolName.KV: (kv.full_kv_pool, kv.full_attention_layer_id_mapping)}
     return {PoolName.KV: (kv, {layer: layer for layer in range(kv.layer_num)})}
 
 
 def _attention(pool: Any, layers: dict[int, int], page: int) -> Iterator[Part]:
-    if type(pool) is memory_pool.MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.k_scale_buffer is None:
+    if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.k_scale_buffer is None:
         buffers = {Role.KEY: pool.k_buffer, Role.VALUE: pool.v_buffer}
-    elif type(pool) is memory_pool.MLATokenToKVPool and pool.kv_scale_buffer is None:
+    elif type(pool) is MLATokenToKVPool and pool.kv_scale_buffer is None:
         buffers = {Role.LATENT: pool.kv_buffer}
     else:
         raise ConfigurationError(
