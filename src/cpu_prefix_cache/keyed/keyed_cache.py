@@ -14,7 +14,7 @@ the forest, which decides what is evicted and what a pin holds.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 
@@ -89,7 +89,7 @@ class KeyedCache:
             return []
         self._given.give(keys, blocks)
         start = len(keys) - blocks.chunks
-        self._use(self.pool.find_all(keys[start:]), (), now)
+        self._use(ends(self.pool, self.pool.find_all(keys[start:])), (), now)
         touch = self.pool.touch(None)
         planned = [self._stores.plan(chain, touch)[0] for chain in self._missing(keys, start)]
         for at, sides in blocks.sides.items():
@@ -206,10 +206,11 @@ class KeyedCache:
         if self.is_off or chunks is None or sides is None:
             return False
         of_sides = max((last for _, last in wanted), key=len, default=keys[:0])
-        self._use(chunks or self.pool.find_all(of_sides), sides, now)
+        stretches = [*ends(self.pool, chunks)]
+        self._use(stretches or ends(self.pool, self.pool.find_all(of_sides)), sides, now)
         rest, begin = iter(sides), 0
         copies = [self._side_copy(at, [*islice(rest, len(last))], load.blocks) for at, last in wanted]
-        for end, deepest in reversed([*ends(self.pool, chunks)]):
+        for end, deepest in reversed(stretches):
             copies += self._chunk_copies(chunks[begin:end], begin, load.blocks)
             above = keys[first + begin - 1] if first + begin else None
             chain = Chain(above, keys[first + begin : first + end])
@@ -243,9 +244,9 @@ class KeyedCache:
         host = (block for side in sides for piece in self.pool.checkpoints.pieces(side) for block in piece)
         return GroupCopy(at, tuple(host), tuple(blocks.by_group[at]))
 
-    def _use(self, chunks: Nodes, sides: Sequence[int], now: float) -> None:
-        """Use these chunks once, and the sides. What comes first in a prompt is evicted last."""
-        for _, chunk in ends(self.pool, chunks):
+    def _use(self, stretches: Iterable[tuple[int, int]], sides: Sequence[int], now: float) -> None:
+        """Use stretches once, the last first, and the sides. The beginning of a prompt is evicted last."""
+        for _, chunk in stretches:
             path = self.pool.path(chunk, self.pool.depth(chunk))
             self.pool.touch(chunk, [key for key in map(self.pool.key, path) if key is not None], now)
         self.pool.use_beside(sides)
