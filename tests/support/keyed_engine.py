@@ -35,13 +35,14 @@ class KeyedEngine:
         host_blocks: int = 200,
         *,
         codec: str = "none",
+        device: str = "cpu",
         null_block: int | None = None,
         below: Tier | None = None,
         **options: object,
     ) -> None:
-        kv = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16)
-        window = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16)
-        state = torch.zeros(BLOCKS, 50)
+        kv = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16, device=device)
+        window = torch.zeros(2, 3, BLOCKS, TOKENS, 8, 32, dtype=torch.bfloat16, device=device)
+        state = torch.zeros(BLOCKS, 50, device=device)
         layouts = {
             "attention": lambda: Prefix(keys_and_values(kv, block_dim=2), block_tokens=TOKENS, codec=codec),
             "window": lambda: Window(
@@ -83,7 +84,7 @@ class KeyedEngine:
             for group, each in enumerate(blocks)
             for key, block in zip(keys[len(keys) - len(each) :], each, strict=True)
             for part, content in zip(self.groups[group].parts, self.bytes_of(key, group), strict=True)
-            if not torch.equal(part.rows[block], content)
+            if not torch.equal(part.rows[block].cpu(), content)
         ]
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Sequence[int]]) -> None:

@@ -72,7 +72,8 @@ class KeyedHostCache(CopyingHalf):
     `below` is a FileTier for what host memory cannot hold (docs/tiers.md); then keys are sha256 digests, a load may
     wait for it, and `poll` is called now and then.
 
-    All calls are made in one thread, and raise MisuseError after `close`.
+    All calls are made in one thread, and raise MisuseError after `close`. The first begins to pin the region for a
+    device; until a part of it is pinned, the host keeps nothing of what is put.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
     """
@@ -191,6 +192,7 @@ class KeyedHostCache(CopyingHalf):
         `is_done` and `wait` of handles.
         """
         self._check_usable()
+        self._arena.register()
         if self._tier is not None:
             self._tier.report()
         for ended in self.cache.report(self._worker.report()):

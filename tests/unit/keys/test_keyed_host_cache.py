@@ -17,9 +17,12 @@ from cpu_prefix_cache import (
 )
 from cpu_prefix_cache.by_keys import CopyFailed, KeyedHostCache
 from cpu_prefix_cache.deciding import Direction
+from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.testing import CorruptingCopier, LateCopier, MeddlingCopier
 from tests.support.keyed_engine import GROUPS, KeyedEngine, keys
+from tests.support.simulated_driver import CUDA, SLICE, SimulatedDriver
 from tests.support.sinks import SinkGroup
+from tests.support.threads import wait_until
 
 PROMPT = keys(*range(6))
 ALL = [[0, 1, 2, 3, 4, 5], [4, 5], [1]]  # attention of six keys, the window's of the last two, a state of the last
@@ -44,6 +47,24 @@ def test_a_damaged_block_of_any_group_is_seen(group):
     engine.put(PROMPT, ALL)
     assert engine.host.load(PROMPT, ELSEWHERE).wait()
     assert {name for name, _ in engine.wrong(PROMPT, ELSEWHERE)} == {GROUPS[group]}
+
+
+def test_the_first_call_begins_to_pin_the_region(monkeypatch):
+    """Until some of it is pinned the host has no room, and an engine that waits for room would wait for ever."""
+    driver = SimulatedDriver()
+
+    class PinnedArena(HostArena):
+        def __init__(self, *sizes, pinned_for, region):
+            super().__init__(*sizes, pinned_for=CUDA, region=region, driver=driver, slice_bytes=SLICE)
+
+    monkeypatch.setattr("cpu_prefix_cache.memory.arena.HostArena", PinnedArena)
+    engine = KeyedEngine()
+    assert not driver.order
+    engine.put(PROMPT, ALL)
+    wait_until(lambda: engine.host.statistics().ready_bytes == engine.host.statistics().host_bytes)
+    engine.put(PROMPT, ALL)
+    assert engine.host.lookup(PROMPT).longest == 6
+    assert engine.loaded(PROMPT, ELSEWHERE)
 
 
 # Lookups
