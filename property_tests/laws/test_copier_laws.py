@@ -15,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_prefix_cache.copier import paths
 from cpu_prefix_cache.copier.choose import choose_copier
 from cpu_prefix_cache.copier.triton_staging import INTERPRETER, Tiling
 from cpu_prefix_cache.deciding import Direction, GroupCopy, Piece, PrefixGroup
+from cpu_prefix_cache.memory import span_tables
 from tests.support.simulated_driver import SimulatedDriver
 from tests.support.simulated_streams import SimulatedStreams
 from tests.unit.copier.simulated import simulated_copier
@@ -151,6 +153,7 @@ def build(name, layout, tensors, host, data):
         ring_bytes=data.draw(st.sampled_from([least, 2 * least, least + 64 * 512]), label="ring"),
         tiling=data.draw(st.sampled_from(NARROW if largest < 100 else WIDE), label="tiling"),
         seam_bytes=data.draw(st.sampled_from([1 << 24, 4096, 1000, 64]), label="seam"),
+        direct_bytes=data.draw(st.sampled_from([paths.DIRECT_SLICE_BYTES, 1]), label="direct"),
     )
 
 
@@ -162,8 +165,15 @@ def test_copies_move_the_bytes_of_the_layout_and_nothing_else(name, transfer, da
     seed = torch.Generator().manual_seed(1)
     buffers = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=seed) for size in layout.buffer_bytes]
     host = torch.full((num_host, layout.host_block_bytes), POISON, dtype=torch.uint8)
-    copier = build(name, layout, layout.tensors(buffers), host, data)
+    with pytest.MonkeyPatch.context() as patch:  # tables of few spans, which real copies have loops for
+        fewest = data.draw(st.sampled_from([1, paths.FEWEST_IN_TABLE]), label="fewest")
+        patch.setattr(paths, "FEWEST_IN_TABLE", fewest)
+        patch.setattr(span_tables, "TABLE_SPANS", data.draw(st.sampled_from([1, 5, 1000]), label="table"))
+        copier = build(name, layout, layout.tensors(buffers), host, data)
+        move_there_and_back(layout, copier, host, buffers, stores, loads)
 
+
+def move_there_and_back(layout, copier, host, buffers, stores, loads):
     expected = host.numpy().copy().reshape(-1)
     for buffer, there, here in addresses(layout, stores):
         expected[here] = buffers[buffer].numpy()[there]

@@ -13,6 +13,7 @@ import torch
 from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.memory.driver import Driver
 from cpu_prefix_cache.memory.moves import SEAM_BYTES, Moves, Span, moves_of
+from cpu_prefix_cache.memory.span_tables import SpanTable
 from cpu_prefix_cache.messages.plan import Direction
 
 
@@ -25,11 +26,15 @@ class HostRegion:
     ) -> None:
         self.block_bytes = blocks.shape[1]
         self._begin, self._end = blocks.data_ptr(), blocks.data_ptr() + blocks.numel()
-        self._driver, self._arena, self._seam_bytes = driver, arena, seam_bytes
+        self._driver, self._arena, self.seam_bytes = driver, arena, seam_bytes
 
     def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
         """Has a stream, given by its handle, copy these spans, which have addresses on the device."""
-        return partial(self.cross, direction, moves_of(spans, self._begin, self._seam_bytes))
+        if isinstance(spans, SpanTable) and not spans.is_cut:
+            moves = spans.moves(self._begin)
+        else:
+            moves = moves_of(spans, self._begin, self.seam_bytes)
+        return partial(self.cross, direction, moves)
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
         """Have a stream, given by its handle, carry out these moves."""

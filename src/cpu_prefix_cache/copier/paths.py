@@ -19,6 +19,7 @@ from cpu_prefix_cache.copier.ring import Ring
 from cpu_prefix_cache.copier.triton_coding import CodingLauncher, coding_launchers
 from cpu_prefix_cache.copier.triton_staging import LARGEST_WORD, Launcher, Tiling, launchers
 from cpu_prefix_cache.memory.moves import Span, columns, pieces, whole_blocks
+from cpu_prefix_cache.memory.span_tables import SpanPlace, SpanTables
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy
 
 # The first slice is small, because the copies of one call of the driver begin when the call ends. The others are as
@@ -30,6 +31,9 @@ DIRECT_SLICE_BYTES = 32 * 1024 * 1024
 # of a store is gathered, and the last of a load scattered.
 FEWEST_SLICES = 4
 SMALLEST_SLICE_BYTES = 4 * 1024 * 1024
+
+# So many spans are listed sooner by a loop, which joins neighbours, too: the operations of a table take some 50 us.
+FEWEST_IN_TABLE = 64
 
 # The most blocks of a slice through the ring: 64 KiB of ids. Blocks of 4 KiB or more fill a slot with fewer.
 SLOT_IDS = 8192
@@ -82,19 +86,31 @@ class _DirectRun:
             for part, offset in zip(run.parts, run.offsets, strict=False)
             for which in range(run.piece.device_blocks)
         ]
+        self._tables: SpanTables | None = None
+        if run.piece.host_blocks == 1 and len(self._parts) > 1:
+            span = [
+                SpanPlace(part.data_ptr(), part.stride(0), which, within, size)
+                for part, which, [(_, within, _, size)] in self._parts
+            ]
+            self._tables = SpanTables(span, run.piece.device_blocks, region.block_bytes, region.seam_bytes)
 
     def slices(self, copy: GroupCopy, is_part: bool) -> Iterator[Slice]:
-        host, device = self._piece.host_blocks, self._piece.device_blocks
-        for begin, end in _slices(len(copy.device_blocks) // device, self._num_bytes, self.most, is_part):
-            ids = copy.device_blocks[begin * device : end * device]
-            spans = self._spans(ids, copy.host_blocks[begin * host : end * host])
-            yield Slice((end - begin) * self._num_bytes, spans)
+        count = len(copy.device_blocks) // self._piece.device_blocks
+        cuts = list(_slices(count, self._num_bytes, self.most, is_part))
+        spans: Iterator[Iterable[Span]] = (self._spans(copy, begin, end) for begin, end in cuts)
+        if self._tables is not None and count * len(self._parts) >= FEWEST_IN_TABLE:
+            spans = self._tables.spans(copy, cuts)
+        for (begin, end), each in zip(cuts, spans, strict=True):
+            yield Slice((end - begin) * self._num_bytes, each)
 
-    def _spans(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> Iterator[Span]:
+    def _spans(self, copy: GroupCopy, begin: int, end: int) -> Iterator[Span]:
+        host, device = self._piece.host_blocks, self._piece.device_blocks
+        host_blocks = copy.host_blocks[begin * host : end * host]
         for part, which, places in self._parts:
             address, stride = part.data_ptr(), part.stride(0)
-            begins = [address + block * stride for block in device_blocks[which :: self._piece.device_blocks]]
-            yield from pieces(begins, host_blocks, self._piece.host_blocks, places, self._block_bytes)
+            blocks = copy.device_blocks[begin * device + which : end * device : device]
+            begins = [address + each * stride for each in blocks]
+            yield from pieces(begins, host_blocks, host, places, self._block_bytes)
 
 
 class Direct:
@@ -129,16 +145,17 @@ def past_ring(
 
 def _joined(runs: Iterable[Iterable[Slice]]) -> Iterator[Slice]:
     """The slices of these runs, the last of one with the first of the next if that is not too much."""
-    held = Slice(0, ())
+    held: Slice | None = None
     for run in runs:
         for at, new in enumerate(run):
-            if at == 0 and held.num_bytes + new.num_bytes <= DIRECT_SLICE_BYTES:
+            if held is None:
+                held = new
+            elif at == 0 and held.num_bytes + new.num_bytes <= DIRECT_SLICE_BYTES:
                 held = Slice(held.num_bytes + new.num_bytes, chain(held.spans, new.spans))
-                continue
-            if held.num_bytes:
+            else:
                 yield held
-            held = new
-    if held.num_bytes:
+                held = new
+    if held is not None:
         yield held
 
 

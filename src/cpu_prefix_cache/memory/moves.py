@@ -4,12 +4,15 @@ A *span* is bytes that lie together on both sides: where on the device, from whi
 Spans follow from block ids (`whole_blocks`, `pieces`). `moves_of` joins neighbours, cuts at the seams of the region,
 and fills the arrays that the driver takes.
 
-These loops take 0.1 to 0.5 us for each block, for one slice while the link is busy with the one before. Operations on
-whole tensors took as long, and the link waited for them.
+These loops take 0.1 to 0.9 us for each span, for one slice while the link is busy with the one before. Where pieces
+have many spans each, there is a table (span_tables.py).
 """
 
+import ctypes
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+
+import torch
 
 # No move crosses a multiple of this in the host region: CUDA refuses a copy from two registrations, and the region is
 # registered in slices of this size (`registration.py`).
@@ -25,15 +28,24 @@ class Moves:
     __slots__ = ("_rows", "count", "device", "host", "size")
 
     def __init__(self, device: list[int], host: list[int], size: list[int]) -> None:
-        self._rows = array("q", device + host + size)  # holds the arrays
-        self.count = len(size)
-        row_bytes = self.count * self._rows.itemsize
-        self.device = self._rows.buffer_info()[0]
-        self.host, self.size = self.device + row_bytes, self.device + 2 * row_bytes
+        rows = array("q", device + host + size)
+        begin, row_bytes = rows.buffer_info()[0], len(size) * rows.itemsize
+        self._hold(rows, [begin, begin + row_bytes, begin + 2 * row_bytes], len(size))
+
+    @classmethod
+    def of_tensors(cls, *rows: torch.Tensor) -> "Moves":
+        """As of three lists, three contiguous int64 tensors."""
+        moves = cls.__new__(cls)
+        moves._hold(rows, [row.data_ptr() for row in rows], rows[0].numel())
+        return moves
+
+    def _hold(self, rows: object, addresses: list[int], count: int) -> None:
+        self._rows, self.count = rows, count  # the rows hold the arrays
+        self.device, self.host, self.size = addresses
 
     def listed(self) -> list[tuple[int, int, int]]:
         """Device address, host address and size of each move."""
-        rows = (self._rows[row * self.count : (row + 1) * self.count] for row in range(3))
+        rows = ((ctypes.c_int64 * self.count).from_address(row) for row in (self.device, self.host, self.size))
         return list(zip(*rows, strict=True))
 
 

@@ -368,17 +368,21 @@ def test_a_ring_too_small_for_a_part_is_refused_with_a_size_that_works():
 
 @pytest.mark.parametrize("seam", [64, 100, 1000, 1024, 5000])
 @pytest.mark.parametrize("direct", [False, True])
-def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct):
+@pytest.mark.parametrize("size", [600, 1200])
+def test_no_copy_crosses_a_seam_of_the_host_region(monkeypatch, seam, direct, size):
+    """Pieces of one host block that cross directly have a table of spans."""
+    monkeypatch.setattr(paths, "FEWEST_IN_TABLE", 1)
     seen = []
 
     cross = HostRegion.cross
     monkeypatch.setattr(HostRegion, "cross", lambda region, *what: seen.append(what[1]) or cross(region, *what))
     parts = [randoms(9, 300), randoms(9, 200, seed=1)]
-    shapes = shapes_of([parts], [2], 600)
-    host, expected = poisoned(30, 600), poisoned(30, 600)
+    shapes = shapes_of([parts], [2], size)
+    host, expected = poisoned(30, size), poisoned(30, size)
     options = dict(ring_bytes=1 << 14, seam_bytes=seam, direct_bytes=1 if direct else 10_000)
     copier = simulated_copier(SimulatedDriver(), shapes, [parts], host, **options)
-    copies = [GroupCopy(0, (4, 5, 6, 7, 20, 3, 21, 22), (8, 0, 1, 2, 5, 4, 3, 7))]
+    host_blocks = (4, 5, 6, 7, 20, 3, 21, 22)[: 4800 // size]
+    copies = [GroupCopy(0, host_blocks, (8, 0, 1, 2, 5, 4, 3, 7))]
     copier.copy(Direction.STORE, copies)
     ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
     assert torch.equal(host, expected)
