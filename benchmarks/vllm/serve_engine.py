@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.vllm.serve_loop import Loop, Tokens, results
+from benchmarks.vllm.serve_loop import Ask, Loop, Tokens, results
 from benchmarks.vllm.vllm_engine import MARK, sampled, tokens_of
 
 NUMBERS = count()
@@ -49,7 +49,7 @@ def servers(options: dict[str, Any], count: int) -> list[Any]:
     return engines
 
 
-def asking(engines: Sequence[Any]) -> Any:
+def asking(engines: Sequence[Any]) -> Ask:
     from vllm.sampling_params import RequestOutputKind
 
     async def ask(prompt: Sequence[int], answer: int) -> AsyncIterator[Tokens]:
@@ -62,13 +62,13 @@ def asking(engines: Sequence[Any]) -> Any:
     return ask
 
 
-async def served(engines: Sequence[Any], job: dict[str, Any]) -> dict[str, Any]:
+async def served(ask: Ask, job: dict[str, Any]) -> dict[str, Any]:
     def made(pieces: Any) -> list[int]:
         return tokens_of(pieces)["prompt_token_ids"]
 
     users = [[(made(pieces), answer) for pieces, answer in user] for user in job.get("users", [])]
     requests = [(at, made(pieces), answer) for at, pieces, answer in job.get("requests", [])]
-    loop = Loop(asking(engines), say, len(requests) + sum(map(len, users)))
+    loop = Loop(ask, say, len(requests) + sum(map(len, users)))
     await (loop.closed(users) if users else loop.open(requests))
     return {"seconds": loop.now, "answered": results(loop)}
 
@@ -90,7 +90,7 @@ async def main() -> None:
     gpus = min(GPUS or 1, sum(engine.vllm_config.parallel_config.world_size for engine in engines))
     reply({"start": time.perf_counter() - begin, "device": device, "gpus": gpus})
     while line := await asyncio.to_thread(sys.stdin.readline):
-        reply(await served(engines, json.loads(line)))
+        reply(await served(asking(engines), json.loads(line)))
 
 
 if __name__ == "__main__":
