@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# no tests; they need vLLM, and doctest would import them
-collect_ignore = ["damaging.py", "drafters.py", "vllm_equality.py"]
+# no tests; they need vLLM or SGLang, and doctest would import them
+collect_ignore = ["damaging.py", "drafters.py", "sglang_damaging.py", "sglang_equality.py", "vllm_equality.py"]
 
 if not torch.cuda.is_available():
     pytest.exit("tests/gpu needs a CUDA or HIP device", returncode=1)
