@@ -5,8 +5,8 @@
 Nothing here imports torch before a `KeyedHostCache` is made.
 """
 
-from cpu_prefix_cache.host_cache import CopyHandle, KeyedHostCache, KeyedStatistics, LoadHandle
+from cpu_prefix_cache.host_cache import CopyHandle, KeyedHostCache, KeyedStatistics, LoadHandle, PutHandle
 from cpu_prefix_cache.keyed.found_keys import FoundKeys
 from cpu_prefix_cache.messages.errors import CopyFailed
 
-__all__ = ["CopyFailed", "CopyHandle", "FoundKeys", "KeyedHostCache", "KeyedStatistics", "LoadHandle"]
+__all__ = ["CopyFailed", "CopyHandle", "FoundKeys", "KeyedHostCache", "KeyedStatistics", "LoadHandle", "PutHandle"]

@@ -154,6 +154,16 @@ class SimulatedDriver:
             raise AssertionError(f"{what} while a graph is captured, which ends the capture")
 
 
+def pins_host_caches(monkeypatch, driver):
+    """From now on the region of each host cache is one that this driver pins, from the first call on."""
+
+    class PinnedArena(HostArena):
+        def __init__(self, *sizes, pinned_for, region=None):
+            super().__init__(*sizes, pinned_for=CUDA, region=region, driver=driver, slice_bytes=SLICE)
+
+    monkeypatch.setattr("cpu_prefix_cache.memory.arena.HostArena", PinnedArena)
+
+
 def pinned_arena(driver, num_blocks=10, block_bytes=30_000, region=None):
     """A host region that this driver pins, in slices of SLICE bytes."""
     return HostArena(num_blocks, block_bytes, pinned_for=CUDA, region=region, driver=driver, slice_bytes=SLICE)

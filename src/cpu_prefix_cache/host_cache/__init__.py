@@ -1,7 +1,7 @@
 """Both halves of the host cache in one object, for an engine in one process; and the tier below it, if there is one."""
 
 from cpu_prefix_cache.host_cache.halves import HostStatistics
-from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
+from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle, PutHandle
 from cpu_prefix_cache.host_cache.host_cache import HostCache
 from cpu_prefix_cache.host_cache.keyed_host_cache import KeyedHostCache, KeyedStatistics
 from cpu_prefix_cache.host_cache.options import CopierWrapper, HostOptions
@@ -16,5 +16,6 @@ __all__ = [
     "KeyedHostCache",
     "KeyedStatistics",
     "LoadHandle",
+    "PutHandle",
     "RadixHostCache",
 ]

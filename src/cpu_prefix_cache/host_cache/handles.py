@@ -1,7 +1,8 @@
-"""Handles of what a KeyedHostCache copies: `put` returns a CopyHandle, `load` a LoadHandle.
+"""Handles of what a KeyedHostCache copies: `put` returns a PutHandle, `load` a LoadHandle, both a CopyHandle.
 
 is_done    all has ended: the device blocks of a put may be written to, those of a load may be read
-ok         whether no copy has failed, and of a load whether it was all here; what the host has, a lookup reports
+ok         whether no copy has failed, and of a load whether it was all here
+is_kept    of a put, whether the host has all of it
 layers     of a load, an event for each layer, for a forward that begins with the first while others come
 """
 
@@ -73,6 +74,19 @@ class CopyHandle:
             self._see()
             time.sleep(NAP_SECONDS)
         return self._ends
+
+
+class PutHandle(CopyHandle):
+    """A put. `keeps` reports whether the host has all of it."""
+
+    def __init__(self, see: Callable[[], object], *, keeps: Callable[[], bool]) -> None:
+        super().__init__(see)
+        self._keeps = keeps
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the host has all of it by now: not where it had no room, or a copy has failed, or a reset came."""
+        return self._keeps()
 
 
 class LoadHandle(CopyHandle):

@@ -1,6 +1,6 @@
 """KeyedHostCache: both halves of the host cache for an engine that has its own index, and asks for blocks by keys.
 
-    put(keys, blocks)     ->  CopyHandle    the host copies what it lacks; until that is done nobody writes to blocks
+    put(keys, blocks)     ->  PutHandle     the host copies what it lacks; until that is done nobody writes to blocks
     lookup(keys)          ->  FoundKeys     a lease: what was found stays, until
     release(found)
     load(keys, blocks)    ->  LoadHandle    an event for each layer; load_together for what one forward waits for
@@ -18,11 +18,12 @@ intersect, and whether all loads have ended well to reduce, as it does for its o
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.host_cache.arguments import check_keys
 from cpu_prefix_cache.host_cache.copying_half import CopyingHalf
-from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle
+from cpu_prefix_cache.host_cache.handles import CopyHandle, LoadHandle, PutHandle
 from cpu_prefix_cache.host_cache.host_tier import TierBelow, options_below
 from cpu_prefix_cache.host_cache.options import (
     USUAL_HOST,
@@ -124,19 +125,19 @@ class KeyedHostCache(CopyingHalf):
         self._handles: dict[int, CopyHandle] = {}  # by transfer
         self._waiting: dict[KeyedLoad, LoadHandle] = {}  # for the tier
 
-    def put(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> CopyHandle:
+    def put(self, keys: Sequence[bytes], blocks: Sequence[Numbers]) -> PutHandle:
         """Copy what the host lacks of these keys out of `blocks`, after all that compute has been given so far.
 
         What is here, or is being copied, is not copied again. Nobody writes to `blocks` until the handle is done. It is
-        `ok` if no copy has failed, also where the host had no room: what it has, `lookup` reports.
+        `ok` if no copy has failed, also where the host had no room, and `is_kept` if the host has all of it.
 
         Raises MisuseError for keys that are no digests, or come twice, and for blocks that do not exist, or are not
         those of the last keys.
         """
-        handle = CopyHandle(self.poll)
         self._check_keys(keys)
         self.poll()
-        places = self._given(keys, blocks)
+        places, keys = self._given(keys, blocks), [*keys]
+        handle = PutHandle(self.poll, keeps=partial(self.cache.keeps, keys, places))
         self._taken(keys)
         self._carry_out({handle: self.cache.put(keys, places, time.monotonic())})
         return handle

@@ -97,6 +97,13 @@ class KeyedCache:
             planned += [self._side_stores[at].plan(chain, touch)[0] for chain in chains]
         return [each for each in planned if each is not None]
 
+    def keeps(self, keys: Sequence[bytes], blocks: Given) -> bool:
+        """Whether all that was put with these blocks is here."""
+        names = [*keys[len(keys) - blocks.chunks :]]
+        for at, sides in blocks.sides.items():
+            names += self.planner.side_keys(keys[len(keys) - len(sides) :], at)
+        return not self.is_off and all(presence(self._find(names)))
+
     def _missing(self, keys: Sequence[bytes], start: int) -> Iterator[Chain]:
         """The stretches of `keys[start:]` that the host lacks and nobody writes, each when those before are planned."""
         is_covered, begin = self._stores.is_covered, start

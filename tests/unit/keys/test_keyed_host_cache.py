@@ -17,10 +17,9 @@ from cpu_prefix_cache import (
 )
 from cpu_prefix_cache.by_keys import CopyFailed, KeyedHostCache
 from cpu_prefix_cache.deciding import Direction
-from cpu_prefix_cache.memory.arena import HostArena
 from cpu_prefix_cache.testing import CorruptingCopier, LateCopier, MeddlingCopier
 from tests.support.keyed_engine import GROUPS, KeyedEngine, keys
-from tests.support.simulated_driver import CUDA, SLICE, SimulatedDriver
+from tests.support.simulated_driver import SimulatedDriver, pins_host_caches
 from tests.support.sinks import SinkGroup
 from tests.support.threads import wait_until
 
@@ -52,12 +51,7 @@ def test_a_damaged_block_of_any_group_is_seen(group):
 def test_the_first_call_begins_to_pin_the_region(monkeypatch):
     """Until some of it is pinned the host has no room, and an engine that waits for room would wait for ever."""
     driver = SimulatedDriver()
-
-    class PinnedArena(HostArena):
-        def __init__(self, *sizes, pinned_for, region):
-            super().__init__(*sizes, pinned_for=CUDA, region=region, driver=driver, slice_bytes=SLICE)
-
-    monkeypatch.setattr("cpu_prefix_cache.memory.arena.HostArena", PinnedArena)
+    pins_host_caches(monkeypatch, driver)
     engine = KeyedEngine()
     assert not driver.order
     engine.put(PROMPT, ALL)
@@ -151,6 +145,25 @@ def test_states_need_no_attention():
     engine.put(PROMPT, [[7]])
     assert list(engine.host.lookup(PROMPT).lengths) == [6]
     assert engine.loaded(PROMPT, [[3]])
+
+
+def test_a_put_reports_whether_all_of_it_is_kept():
+    engine = KeyedEngine(wrap_copier=LateCopier)
+    put = engine.host.put(PROMPT, ALL)
+    assert not put.is_kept
+    assert put.wait() and put.is_kept
+    assert engine.host.put(PROMPT, [[], [4, 5], []]).is_kept, "it was here"
+    engine.host.reset()
+    assert not put.is_kept
+
+
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_a_put_without_room_for_all_of_it_is_not_kept(group):
+    """The host has room for half of the prompt, or for no side of it."""
+    engine = KeyedEngine(host_blocks=3 if group == 0 else 6)
+    blocks = [ALL[0], *(ALL[at] if at == group else [] for at in range(1, len(GROUPS)))]
+    put = engine.host.put(PROMPT, blocks)
+    assert put.wait() and not put.is_kept
 
 
 # Leases and room
