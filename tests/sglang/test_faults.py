@@ -3,6 +3,7 @@ right bytes, and no page is lost.
 """
 
 import random
+from threading import Semaphore
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, LateCopier
 from tests.sglang.copiers import Failing, with_copier
 from tests.sglang.engine import LONGER, PROMPT, VOCABULARY, Engine, evicted, server_args
 from tests.sglang.models import KINDS
+from tests.support.simulated_driver import SimulatedDriver, pins_host_caches
+from tests.support.threads import wait_until
 
 KIND = KINDS["all"]
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -57,6 +60,38 @@ def test_a_store_that_fails_is_offered_again(monkeypatch, kind):
         engine.run(LONGER)
         assert engine.computed < len(LONGER) // 2
         check(engine)
+
+
+@every_kind
+def test_a_node_without_room_on_the_host_is_offered_again(monkeypatch, kind):
+    """On a device there is none until the region is pinned."""
+    driver = SimulatedDriver()
+    driver.gate = Semaphore(0)
+    pins_host_caches(monkeypatch, driver)
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        driver.gate.release(100)
+        host = engine.linker.host
+        wait_until(lambda: host.statistics().ready_bytes == host.statistics().host_bytes)
+        engine.run(LONGER)  # of what the device has
+        engine.evict()
+        engine.computed = 0
+        engine.run(LONGER)
+        assert engine.computed < len(LONGER) // 2
+        check(engine)
+        engine.tree.release_host_resources()
+
+
+@every_kind
+def test_a_node_that_the_host_keeps_is_offered_once(kind):
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.run(PROMPT)
+        offered = []
+        engine.linker.offload = lambda *given, **others: offered.append(given)
+        engine.run(PROMPT)
+        assert offered == []
 
 
 @every_kind
@@ -146,10 +181,12 @@ def test_stores_are_reported_in_their_order():
     """SGLang takes the oldest outcome for that of the oldest store."""
     with server_args(host_bytes="1MiB") as args:
         linker = Engine(args, KINDS["full"]).linker
-        stores = [SimpleNamespace(is_done=done, ok=ok) for done, ok in ((False, None), (True, False), (True, True))]
+        stores = [
+            SimpleNamespace(is_done=done, is_kept=kept) for done, kept in ((False, False), (True, False), (True, True))
+        ]
         linker._offloads.extend(stores)
         assert linker.num_completed_offloads() == 0
-        stores[0].is_done = stores[0].ok = True
+        stores[0].is_done = stores[0].is_kept = True
         assert linker.num_completed_offloads() == 3
         assert [linker.pop_completed_offload() for _ in stores] == [True, False, True]
 

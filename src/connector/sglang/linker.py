@@ -6,9 +6,12 @@
     finish      behind the forward: whether the loads of a batch have ended well; if not, SGLang aborts its requests
     offload     pages of a node of the tree are copied to the host; SGLang locks the node until that has ended
 
-Offloads are reported in their order, as SGLang takes them. SGLang does not say which page comes before the first of a
-node: what a node has is evicted from its end, and independently of other nodes. Copies run behind what the stream of
-the forward has been given so far: that may still write, or read, these pages.
+Offloads are reported in their order, as SGLang takes them. One for which the host had no room is reported as one that
+failed: SGLang offers no node again that it takes to be stored.
+
+SGLang does not say which page comes before the first of a node: what a node has is evicted from its end, and
+independently of other nodes. Copies run behind what the stream of the forward has been given so far: that may still
+write, or read, these pages.
 """
 
 import logging
@@ -26,7 +29,7 @@ from connector.sglang.layers import LayerWaits
 from connector.sglang.pools import groups_of
 from connector.sglang.ranks import Ranks
 from cpu_prefix_cache import ConfigurationError, HostOptions, MisuseError
-from cpu_prefix_cache.by_keys import CopyHandle, FoundKeys, KeyedHostCache
+from cpu_prefix_cache.by_keys import FoundKeys, KeyedHostCache, PutHandle
 from cpu_prefix_cache.deciding import Group, num_bytes
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,7 @@ class HostLinker(UnifiedCacheLinker):
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._ranks = Ranks(params)
         self._queued: dict[str, tuple[Pages, FoundKeys]] = {}  # by request
-        self._offloads = deque[CopyHandle]()
+        self._offloads = deque[PutHandle]()
         logger.info("HostLinker keeps %s in %d bytes of each rank", ", ".join(self.pools), size)
 
     # Lookups and loads
@@ -102,7 +105,7 @@ class HostLinker(UnifiedCacheLinker):
         return next((at for at, each in enumerate(self._offloads) if not each.is_done), len(self._offloads))
 
     def pop_completed_offload(self) -> bool:
-        return bool(self._offloads.popleft().ok)
+        return self._offloads.popleft().is_kept
 
     # The end
 
