@@ -133,6 +133,6 @@ def blocks_of(indices: torch.Tensor, group: Group) -> list[int]:
     tokens = 1 if group.is_state else group.block_tokens
     rows = indices.to("cpu", torch.int64).reshape(-1, tokens)
     blocks = rows[:, 0] // tokens
-    if not torch.equal(rows, blocks[:, None] * tokens + torch.arange(tokens)):
+    if not torch.equal(rows, blocks[:, None] * tokens + torch.arange(tokens, device="cpu")):
         raise MisuseError(f"indices of whole pages of {tokens} tokens are copied, got {rows.tolist()}")
     return blocks.tolist()

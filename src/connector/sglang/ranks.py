@@ -21,7 +21,7 @@ class Ranks:
         """The longest of these ascending lengths, of at most `most`, that all ranks have; 0: none."""
         if self._group is None:
             return lengths[-1] if lengths else 0
-        here = torch.zeros(most + 1, dtype=torch.uint8)
+        here = torch.zeros(most + 1, dtype=torch.uint8, device="cpu")
         here[[0, *lengths]] = 1
         distributed.all_reduce(here, op=distributed.ReduceOp.MIN, group=self._group)
         return int(here.nonzero()[-1])

@@ -50,7 +50,7 @@ def _slices(count: int, num_bytes: int, most: int, is_part: bool) -> Iterator[tu
     return pairwise([0, *range(first, count, step), count])
 
 
-NO_FLAGS = torch.zeros(0, dtype=torch.int32)
+NO_FLAGS = torch.zeros(0, dtype=torch.int32, device="cpu")
 
 
 Misfits = Callable[[], list[int]]  # once a store has passed: the first host block of each piece that did not fit
@@ -218,7 +218,7 @@ class ThroughRing:
         flags, unfit = NO_FLAGS, None
         if self._group.is_coded and direction is Direction.STORE:
             firsts = copy.host_blocks[:: self._group.piece.host_blocks]
-            flags = torch.zeros(len(firsts), dtype=torch.int32, pin_memory=self._is_pinned)
+            flags = torch.zeros(len(firsts), dtype=torch.int32, device="cpu", pin_memory=self._is_pinned)
             unfit = partial(_flagged, flags, firsts)
         for run in self._runs:
             run.submit(direction, copy, ring, after, flags, is_part)

@@ -42,7 +42,7 @@ class Slot:
         self.kernels, self.filled, self.free = kernels, filled, free
         self.ids = torch.empty(num_ids, dtype=torch.int64, device=memory.device)
         self._is_pinned = memory.device.type == "cuda"
-        self._host_ids = torch.empty(num_ids, dtype=torch.int64, pin_memory=self._is_pinned)
+        self._host_ids = torch.empty(num_ids, dtype=torch.int64, device="cpu", pin_memory=self._is_pinned)
         self._driver = driver
 
     def send_ids(self, ids: Sequence[int]) -> None:

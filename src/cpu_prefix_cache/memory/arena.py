@@ -88,7 +88,7 @@ class HostArena:
         if self.registration is not None:
             self._closing()
         self.registration = None
-        self.blocks = torch.empty(0, self.blocks.shape[1], dtype=torch.uint8)
+        self.blocks = torch.empty(0, self.blocks.shape[1], dtype=torch.uint8, device="cpu")
 
 
 def _driver_for(device: torch.device) -> Driver:

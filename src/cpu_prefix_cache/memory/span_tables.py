@@ -32,7 +32,7 @@ class SpanTables:
     """Spans of pieces of so many device blocks and one host block, which have one at each of these places."""
 
     def __init__(self, places: Sequence[SpanPlace], device_blocks: int, block_bytes: int, seam: int) -> None:
-        columns = torch.tensor(places, dtype=torch.int64).unbind(1)
+        columns = torch.tensor(places, dtype=torch.int64, device="cpu").unbind(1)  # whatever the default device is
         self._address, self._stride, self._which, self._within, self._size = columns
         self._device_blocks, self._block_bytes, self._seam = device_blocks, block_bytes, seam
         self._pieces = max(1, TABLE_SPANS // len(places))  # of a table

@@ -64,6 +64,18 @@ class Bench:
         return (*self.wide, *self.narrow, self.host)
 
 
+def test_the_default_device_does_not_matter(build):
+    """A program whose tensors are on a GPU by default; here on a device that has no bytes."""
+    bench = Bench(build)
+    with torch.device("meta"):
+        bench.copier = build(bench.shapes, [bench.wide, bench.narrow], bench.host)
+        bench.copier.copy(Direction.STORE, [GroupCopy(0, (5, 2), (4, 1))])
+        before = bench.wide[0][4].clone()
+        bench.wide[0][4] = POISON
+        bench.copier.copy(Direction.LOAD, [GroupCopy(0, (5, 2), (4, 1))])
+    assert torch.equal(bench.wide[0][4], before)
+
+
 def test_a_piece_lies_on_the_host_part_after_part(build):
     bench = Bench(build)
     assert [piece.host_blocks for piece in bench.shapes.pieces] == [2, 1]

@@ -80,7 +80,7 @@ def name_of(device: torch.device) -> str:
 
 
 def _link_rate(device: torch.device, direction: Direction) -> float:
-    here = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device=device)
     to, of = (here, there) if direction is Direction.STORE else (there, here)
 
