@@ -12,7 +12,7 @@ DOCS_VENV := .venv-docs
 # Bytecode is kept, also where the environment keeps none: tests start hundreds of Pythons.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist changelog test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist changelog test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-transformers-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -139,6 +139,11 @@ test-gpu:
 	COPIER_DEVICE=cuda PYTHONPATH=src:. $(PYTHON) -m pytest --import-mode=importlib tests/gpu \
 		tests/unit/copier/test_contract.py tests/unit/memory/test_driver_contract.py
 	PYTHONPATH=src:. $(PYTHON) -m tests.gpu.tier_round_trip
+
+# There, where a tested transformers is, too: pasts of `generate` and continuous batching with models on the device.
+test-transformers-gpu:
+	COPIER_DEVICE=cuda PYTHONPATH=src:.:examples $(PYTHON) -m pytest --import-mode=importlib \
+		tests/connector/test_past.py tests/connector/test_families.py tests/connector/test_continuous.py
 
 # Where vLLM is installed for a GPU, too.
 test-vllm-gpu:

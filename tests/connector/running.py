@@ -1,8 +1,11 @@
-"""Prompts, and how far logits are apart."""
+"""Prompts, and how far logits are apart. Models are in host memory, unless COPIER_DEVICE names another device."""
+
+import os
 
 import torch
 
 BLOCK = 16
+DEVICE = torch.device(os.environ.get("COPIER_DEVICE", "cpu"))
 
 
 def error(logits, reference):

@@ -8,7 +8,7 @@ import torch
 from connector.transformers import HostPrefixCache, ModelPast
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from random_models import WINDOW, build_family
-from tests.connector.running import BLOCK, document, error
+from tests.connector.running import BLOCK, DEVICE, document, error
 
 # In deviations of the logits. Measured 2e-6 and 4e-2.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
@@ -20,7 +20,7 @@ FILLERS = 4  # prompts that take more than the device has; what they leave on it
 @cache
 def model(family, window=WINDOW, dtype=torch.float32):
     torch.set_num_threads(1)
-    return build_family(family, hidden=32, layers=2, window=window).to(dtype)
+    return build_family(family, hidden=32, layers=2, window=window).to(DEVICE, dtype)
 
 
 def planner_of(of, block_tokens=BLOCK):
@@ -42,7 +42,9 @@ def generated(of, tokens, past=None, new_tokens=2, **options):
     options = dict(do_sample=False, max_new_tokens=new_tokens) | options
     if past is not None:
         options["past_key_values"] = past
-    answer = of.generate(torch.tensor([tokens]), return_dict_in_generate=True, output_logits=True, **options)
+    answer = of.generate(
+        torch.tensor([tokens], device=DEVICE), return_dict_in_generate=True, output_logits=True, **options
+    )
     return [each[0] for each in answer.logits], answer.sequences[0, len(tokens) :].tolist()
 
 
@@ -100,7 +102,7 @@ class Pair:
         for seed in range(FILLERS):
             ids = document(9000 + seed, LONGEST - 13)
             with self.cache.past(ids) as past, torch.no_grad():
-                self.cache.model(torch.tensor([ids[past.get_seq_length() :]]), past_key_values=past)
+                self.cache.model(torch.tensor([ids[past.get_seq_length() :]], device=DEVICE), past_key_values=past)
 
     def is_at_rest(self):
         """Nothing is held, moving or half written, and every rule holds."""

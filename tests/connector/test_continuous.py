@@ -19,6 +19,7 @@ from connector.transformers.continuous import Blocks, ContinuousPrefixCache
 from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier
 from random_models import VOCABULARY, build_family
+from tests.connector.running import DEVICE as ON
 from tests.support.host_options import with_options
 from tests.support.troubled_copiers import FailingLoads
 
@@ -34,7 +35,7 @@ modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
 @cache
 def model(family="llama", seed=0):
     torch.set_num_threads(1)
-    return build_family(family, hidden=32, layers=2, window=32, seed=seed)
+    return build_family(family, hidden=32, layers=2, window=32, seed=seed).to(ON)
 
 
 def document(seed, length=100):
