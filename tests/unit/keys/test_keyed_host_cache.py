@@ -364,6 +364,15 @@ def test_a_reset_forgets_all_and_what_is_under_way():
     assert engine.loaded(PROMPT, ELSEWHERE)
 
 
+@pytest.mark.parametrize("revision", ["", 7])
+def test_a_reset_to_what_is_no_revision_changes_nothing(revision):
+    engine = KeyedEngine()
+    engine.put(PROMPT, ALL)
+    with pytest.raises(ConfigurationError, match="revision of a reset is a text"):
+        engine.host.reset(revision)
+    assert engine.loaded(PROMPT, ELSEWHERE)
+
+
 def test_compute_does_not_go_on_with_a_load_from_before_a_reset():
     engine = KeyedEngine(wrap_copier=LateCopier)
     engine.put(PROMPT, ALL)
