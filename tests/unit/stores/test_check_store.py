@@ -145,10 +145,10 @@ class EndsAtALine(OneByOne):
 
 class ShortensKeys(OneByOne):
     def get(self, key, buffers, timeout):
-        return super().get(key[:250], buffers, timeout)
+        return super().get(key[:254], buffers, timeout)
 
     def put(self, key, buffers, timeout):
-        return super().put(key[:250], buffers, timeout)
+        return super().put(key[:254], buffers, timeout)
 
 
 class FoldsCase(OneByOne):
@@ -263,6 +263,12 @@ class ForgetsAll(Client):
         self.server.delete(list(self.server.values), timeout)
 
 
+class FailsToDeleteWhatIsNotThere(Client):
+    def delete(self, keys, timeout):
+        assert not keys or any(self.server.exists(keys, timeout)), "nothing to delete"
+        super().delete(keys, timeout)
+
+
 class LosesAll(Client):
     def put_from(self, keys, buffers, timeout):
         return [True for _ in keys]
@@ -312,6 +318,7 @@ class EndsOnce(Client):
         (AnswersInAnyOrder, "not all there|exists"),
         (ForgetsNothing, "delete left a key"),
         (ForgetsAll, "took another"),
+        (FailsToDeleteWhatIsNotThere, "nothing to delete"),
         (LosesAll, "exists does not see"),
         (IsItsOwn, "another store does not see"),
         (GoesOn, "after close"),
