@@ -77,6 +77,12 @@ def refused_elsewhere(path, before=""):
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
+def test_a_closed_slab_leaves_no_file_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    open_slab(tmp_path).close()
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_second_process_is_refused(letters, tmp_path):  # S8.22
     assert refused_elsewhere(tmp_path).startswith("TierUnavailable another process uses")
     assert letters.get("abc") == "abc"
@@ -94,6 +100,13 @@ def test_ranks_have_folders_of_their_own(tmp_path):  # S8.22
     assert one.slab.folder != other.slab.folder
     one.slab.close()
     other.slab.close()
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slot_bytes": 0}, {"rank": 1}, {"rank": -1}])
+def test_a_slab_without_slots_bytes_or_a_rank_of_its_own_is_refused(tmp_path, wrong):
+    with pytest.raises(ConfigurationError, match="a slab has slots of some bytes"):
+        open_slab(tmp_path, **wrong)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_child_does_not_keep_the_lock(tmp_path):
