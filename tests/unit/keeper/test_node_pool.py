@@ -487,8 +487,9 @@ def test_a_model_with_blocks_of_another_size_is_refused(keeper):
             HostCache(**options(keeper, groups=groups))
 
 
-def test_without_a_keeper_the_sentence_names_the_command(tmp_path):
-    pool = NodePool(f"unix:{tmp_path / 'none'}", model="m", revision="1", connect_seconds=0.3)
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_without_a_keeper_the_sentence_names_the_command(tmp_path, seconds):
+    pool = NodePool(f"unix:{tmp_path / 'none'}", model="m", revision="1", connect_seconds=seconds)
     given = options(None, pool=pool)
     with pytest.raises(ConfigurationError, match="cpu-prefix-cache keep --socket"):
         HostCache(**given)
