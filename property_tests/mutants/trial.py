@@ -226,9 +226,7 @@ class _Measuring:
         self._environment = dict(os.environ)
         self._seconds: dict[str, float] = {}
         self._failing: list[str] = []
-
-    def pytest_configure(self) -> None:
-        self._coverage.start()
+        self._coverage.start()  # before pytest imports a conftest.py, and with it some of the code
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         search_alike(items, MEASURED_SHARE)

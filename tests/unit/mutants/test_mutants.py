@@ -76,6 +76,7 @@ def tree(tmp_path: Path) -> Path:
         "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\npythonpath = ["src"]\n',
         "src/cpu_prefix_cache/__init__.py": "",
         "src/cpu_prefix_cache/tiny.py": TINY,
+        "tests/unit/conftest.py": "import cpu_prefix_cache.tiny",
         "tests/unit/test_tiny.py": EXAMPLES,
         "property_tests/test_tiny_laws.py": PROPERTIES,
     }
@@ -157,7 +158,7 @@ def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
 
 
 def test_faults_are_killed_or_survive_or_never_end(tree: Path, tmp_path: Path) -> None:
-    """`elsewhere` runs in a program that its test starts, which imports the whole file."""
+    """`elsewhere` runs in a program that its test starts, which imports the whole file, as a conftest.py does."""
 
     def only(part: str) -> Fault:
         (fault,) = [fault for fault in population(tree, SUBJECTS["deciding"]) if part in str(fault)]
