@@ -575,7 +575,7 @@ def driver(monkeypatch):
 
     monkeypatch.setattr(arena, "HostArena", pinned)
     monkeypatch.setattr(registration, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr("cpu_prefix_cache.host_cache.halves.PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr("cpu_prefix_cache.host_cache.copying_half.PROGRESS_SECONDS", 0.001)
     return driver
 
 

@@ -4,21 +4,29 @@ They belong to the process that made them: in a fork every call but a read raise
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from cpu_prefix_cache.host_cache.options import HostOptions
 from cpu_prefix_cache.messages.errors import MisuseError
+from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 
 if TYPE_CHECKING:
     import mmap
 
+    from cpu_prefix_cache.keeper.kept_cache import KeptCache
+    from cpu_prefix_cache.keyed.keyed_cache import KeyedCache
     from cpu_prefix_cache.kv_layout import KVGroup
+    from cpu_prefix_cache.prefix_cache import CPUPrefixCache
+
+PROGRESS_SECONDS = 0.25
 
 
 class CopyingHalf:
-    """The base of every host cache."""
+    """The base of every host cache. `cache` is the deciding half."""
+
+    cache: "CPUPrefixCache | KeptCache | KeyedCache"
 
     def _begin_copying(
         self,
@@ -50,6 +58,20 @@ class CopyingHalf:
             load_seconds=options.load_seconds,
         )
         self._process, self._is_closed = os.getpid(), False
+
+    def prepare(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Wait until the host region is pinned, for an engine whose kernel launches pinning must not delay.
+
+        Meanwhile `progress(ready_bytes, host_bytes)` is called some times a second, and at the end. Less may be ready
+        then: where the machine has no more memory, the rest of the region is not used.
+        """
+        self._check_usable()
+        is_over = False
+        while not is_over:
+            is_over = self._arena.wait_until_ready(PROGRESS_SECONDS)
+            if progress is not None:
+                progress(self._ready_bytes, self._host_bytes)
+        self.cache.report(RankReport(0, ready_blocks=self._arena.ready_blocks))
 
     def close(self) -> None:
         """Wait for copies under way, end leases, write to the tier what only the host has, and give the region back.

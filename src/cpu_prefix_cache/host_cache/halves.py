@@ -32,7 +32,6 @@ from cpu_prefix_cache.host_cache.options import (
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.numbers import Numbers
-from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import MISS, Answer, Hit, Pending, Request
 from cpu_prefix_cache.messages.stats import CacheStatistics, TierStatistics
 from cpu_prefix_cache.messages.texts import check_text
@@ -47,7 +46,6 @@ from cpu_prefix_cache.tiers.tiered_cache import TieredCache
 if TYPE_CHECKING:
     from cpu_prefix_cache.kv_layout import KVGroup
 
-PROGRESS_SECONDS = 0.25
 TWINS = 256  # requests that ended lately: more than run at once with the same prompt
 Blocks = Numbers  # of device blocks
 # Gives the blocks that a load of tokens [start, boundary) fills, of one group or a list for each. None: no room.
@@ -162,20 +160,6 @@ class Halves(CopyingHalf):
         self._ended: deque[Sequence[bytes]] = deque(maxlen=TWINS)  # keys of computed chunks
         self._not_on_device = self._unknown = 0
         _behind[id(device)] = self
-
-    def prepare(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Wait until the host region is pinned, for an engine whose kernel launches pinning must not delay.
-
-        Meanwhile `progress(ready_bytes, host_bytes)` is called some times a second, and at the end. Less may be ready
-        then: where the machine has no more memory, the rest of the region is not used.
-        """
-        self._check_usable()
-        is_over = False
-        while not is_over:
-            is_over = self._arena.wait_until_ready(PROGRESS_SECONDS)
-            if progress is not None:
-                progress(self._ready_bytes, self._host_bytes)
-        self.cache.report(RankReport(0, ready_blocks=self._arena.ready_blocks))
 
     def start(
         self,

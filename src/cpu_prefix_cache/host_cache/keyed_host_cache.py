@@ -74,10 +74,12 @@ class KeyedHostCache(CopyingHalf):
     wait for it, and `poll` is called now and then.
 
     All calls are made in one thread, and raise MisuseError after `close`. The first begins to pin the region for a
-    device; until a part of it is pinned, the host keeps nothing of what is put.
+    device, or `prepare` waits for it; until a part of it is pinned, the host keeps nothing of what is put.
 
     Raises ConfigurationError when the parts do not fit together or the machine does not have the memory.
     """
+
+    cache: KeyedCache
 
     def __init__(
         self,

@@ -61,6 +61,16 @@ def test_the_first_call_begins_to_pin_the_region(monkeypatch):
     assert engine.loaded(PROMPT, ELSEWHERE)
 
 
+def test_preparing_waits_for_the_region(monkeypatch):
+    pins_host_caches(monkeypatch, SimulatedDriver())
+    engine, seen = KeyedEngine(), []
+    engine.host.prepare(lambda *progress: seen.append(progress))
+    size = engine.host.statistics().host_bytes
+    assert seen[-1] == (size, size)
+    assert engine.host.put(PROMPT, ALL).wait()
+    assert engine.host.lookup(PROMPT).longest == 6
+
+
 # Lookups
 
 
