@@ -13,6 +13,8 @@ from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.deciding import PrefixGroup, StateGroup
 from tests.sglang.engine import Engine, server_args
 from tests.sglang.models import FULL, KINDS, Model
+from tests.support.simulated_driver import SimulatedDriver, pins_host_caches
+from tests.support.threads import wait_until
 
 PAGES = PrefixGroup(name="pages", block_tokens=4, block_bytes=8)
 
@@ -31,6 +33,15 @@ PAGES = PrefixGroup(name="pages", block_tokens=4, block_bytes=8)
 def test_an_option_that_is_none_is_refused(options, sentence):
     with server_args(**options) as args, pytest.raises(ConfigurationError, match=sentence):
         Engine(args, KINDS["full"])
+
+
+def test_the_region_is_pinned_from_the_start_on(monkeypatch):
+    driver = SimulatedDriver()
+    pins_host_caches(monkeypatch, driver)
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, KINDS["full"])
+        host = engine.linker.host
+        wait_until(lambda: host.statistics().ready_bytes == host.statistics().host_bytes)
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])

@@ -56,6 +56,7 @@ class HostLinker(UnifiedCacheLinker):
         self._ranks = Ranks(params)
         self._queued: dict[str, tuple[Pages, FoundKeys]] = {}  # by request
         self._offloads = deque[PutHandle]()
+        self.host.poll()  # which begins to pin the region: the first requests are to find room
         logger.info("HostLinker keeps %s in %d bytes of each rank", ", ".join(self.pools), size)
 
     # Lookups and loads
