@@ -5,7 +5,8 @@
     report    of the tier: what was read is committed to the host
     put       and what the host has is written below, as in every tier
 
-A load whose keys are gone, find no room on the host or are not read by its deadline ends as one that has failed.
+A load whose keys are gone, find no room on the host or are not read by its deadline ends as one that has failed. While
+the host grows, it waits for room until its deadline, which each part of the host that becomes ready puts off.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -114,7 +115,7 @@ class TieredKeyedCache(KeyedCache):
 
     def _read(self, load: KeyedLoad) -> None:
         """Begin to read what the host lacks, as far as there is room."""
-        queue = self.below.queue_bytes
+        load.host_blocks, queue = self.pool.ready, self.below.queue_bytes
         for chain in self._missing(load.keys, self._topmost(load)):
             self._promote(self._stores, chain)
         for at, keys in self._wanted_sides(load.keys, load.blocks):
@@ -147,8 +148,7 @@ class TieredKeyedCache(KeyedCache):
         """Begin the loads that have all they need, and end those that will not."""
         for load in list(self._waiting):
             if not self._begin(load, self._now):
-                names = self._names(load)
-                if self._now < load.deadline and self._has_or_reads(names, [self.pool.find_all(names)]):
+                if self._now < load.deadline and self._goes_on(load):
                     self._hold(load)
                     continue
                 load.is_gone = True
@@ -157,6 +157,15 @@ class TieredKeyedCache(KeyedCache):
             self._ready.append(load)
             self.pool.unpin(load.pin)
             load.pin = None
+
+    def _goes_on(self, load: KeyedLoad) -> bool:
+        """Whether what a load lacks is on its way, or may find room when more of the host is ready."""
+        if load.host_blocks < self.pool.ready:
+            self._hold(load)
+            self._read(load)
+        names = self._names(load)
+        found = self._find(names) if self.pool.ready < self.pool.capacity else [self.pool.find_all(names)]
+        return self._has_or_reads(names, found)
 
     # Events
 

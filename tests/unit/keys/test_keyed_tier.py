@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import random
+from threading import Semaphore
 
 import pytest
 
@@ -11,6 +12,8 @@ from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.keyed import tiered_keyed_cache
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, LateCopier, MemoryStore
 from tests.support.keyed_engine import GROUPS, KeyedEngine, keys
+from tests.support.simulated_driver import SimulatedDriver, pins_host_caches
+from tests.support.threads import wait_until
 
 BLOCKS = [[0, 1, 2], [1, 2]]
 ELSEWHERE = [[9, 8, 7], [6, 5]]
@@ -71,6 +74,41 @@ def test_a_second_process_finds_what_the_first_one_left(tmp_path):
     assert [second.host.lookup(prompt).longest for prompt in PROMPTS[-3:]] == [3, 3, 3]
     assert second.loaded(PROMPTS[-1], ELSEWHERE)
     second.host.close()
+
+
+def above_a_region(tmp_path, monkeypatch):
+    """A second process whose region is not pinned yet, and the gate of its driver."""
+    first, driver = engine_above(tmp_path), SimulatedDriver()
+    put_all(first)
+    first.host.close()
+    driver.gate = Semaphore(0)
+    pins_host_caches(monkeypatch, driver)
+    second = engine_above(tmp_path)
+    assert second.host.statistics().ready_bytes == 0
+    return second, driver.gate
+
+
+def test_a_load_waits_for_the_region_to_be_pinned(tmp_path, monkeypatch):
+    """A lookup has promised it, and an engine may abort the request of a load that fails."""
+    engine, gate = above_a_region(tmp_path, monkeypatch)
+    engine.poison()
+    assert engine.host.lookup(PROMPTS[-1]).longest == 3
+    handle = engine.host.load(PROMPTS[-1], ELSEWHERE)
+    engine.host.poll()
+    assert handle.ok is None
+    gate.release(100)
+    assert handle.wait() and engine.wrong(PROMPTS[-1], ELSEWHERE) == []
+    engine.host.close()
+
+
+def test_a_load_does_not_wait_for_ever_for_the_region(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiered_keyed_cache, "GRACE_SECONDS", 0.05)
+    engine, gate = above_a_region(tmp_path, monkeypatch)
+    assert not engine.host.load(PROMPTS[-1], ELSEWHERE).wait()
+    gate.release(100)
+    wait_until(lambda: engine.host.statistics().ready_bytes == engine.host.statistics().host_bytes)
+    assert engine.loaded(PROMPTS[-1], ELSEWHERE)
+    engine.host.close()
 
 
 def test_a_load_waits_for_the_files_and_its_layers_with_it(tmp_path):
