@@ -12,7 +12,7 @@ DOCS_VENV := .venv-docs
 # Bytecode is kept, also where the environment keeps none: tests start hundreds of Pythons.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-real docs test test-deciding test-long lint mutants planted planted-vllm package dist changelog test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-transformers-gpu test-vllm-gpu sanitize clean
+.PHONY: demo demo-real docs test test-deciding test-late test-long lint mutants planted planted-vllm package dist changelog test-pythons engines test-engines test-stores test-vllm test-sglang test-transformers test-field test-gpu test-transformers-gpu test-vllm-gpu sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/offline_generation.py
@@ -51,6 +51,10 @@ test-long: $(VENV)/installed $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m slow tests/vllm
 	DISK_SECONDS=8 $(BIN)/python -m pytest tests/stores/disk
 	LIES=all $(BIN)/python -m pytest tests/stores/test_lying_servers.py
+
+# Caches by keys whose regions are pinned late, and whose copies end later, as on a CUDA device (tests/support/late.py).
+test-late: $(VENV)/installed
+	$(BIN)/python -m pytest -p tests.support.late tests/unit/keys
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
