@@ -21,7 +21,7 @@ class Liar:
         self.values = {}
         self.lie = None
         self.about = None
-        self._connections = set()
+        self.connections = set()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         threading.Thread(target=self._listen, daemon=True).start()
@@ -37,7 +37,7 @@ class Liar:
 
     def drop(self):
         """Close all connections, as a server that is started again."""
-        for each in list(self._connections):
+        for each in list(self.connections):
             each.shut()
 
     def close(self):
@@ -55,7 +55,7 @@ class Liar:
             except OSError:
                 return
             connection = _Connection(self, accepted)
-            self._connections.add(connection)
+            self.connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection):
@@ -65,7 +65,7 @@ class Liar:
                     LIES[self.lie](connection, words)
                 else:
                     self._answer(connection, words)
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         connection.shut()
 
     def _answer(self, connection, words):

@@ -119,6 +119,13 @@ def test_one_that_was_interrupted_before_it_began_does_not_connect(server):
         link.until(soon())
 
 
+def test_calls_one_after_another_use_one_connection():
+    with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store:
+        for _ in range(3):
+            assert store.exists(["nothing"], SECONDS) == [False]
+        assert len(liar.connections) == 1
+
+
 def test_a_call_that_fails_ends_the_connections_that_wait_too():
     """The server may have gone without a word, and each of them would time out on its own."""
     with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store:
