@@ -94,6 +94,8 @@ def test_a_retired_writer_goes_on_and_ends_with_abort():
         pool.commit(blocks, chain("ab"), pool.root, pool.touch(None))
     with pytest.raises(MisuseError, match="is RETIRED, not WRITING"):
         pool.retire(blocks)
+    with pytest.raises(MisuseError, match="is RETIRED, not CACHED"):
+        pool.withdraw(blocks[0])
     pool.abort(blocks)
     assert pool.statistics().free == 2
     with pytest.raises(MisuseError, match="is FREE, not WRITING"):
