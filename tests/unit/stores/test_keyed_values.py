@@ -14,6 +14,7 @@ from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.slab.namespace import Namespace
 from cpu_prefix_cache.stores import frame, keyed_values
 from cpu_prefix_cache.stores.deletions import CREDITS
+from cpu_prefix_cache.stores.keyed_store import Got
 from cpu_prefix_cache.stores.keyed_values import CALL_VALUES, CALLS, KeyedValues
 from cpu_prefix_cache.testing import MemoryStore
 
@@ -216,8 +217,9 @@ def test_values_that_are_damaged_here_and_there_are_all_deleted(store):
     assert len(store.deleted) == 3 * CREDITS and rank.values.kept == 0
 
 
-def test_a_store_that_returns_booleans_is_an_error(filled):
-    filled.get_into = lambda keys, buffers, timeout: [True] * len(keys)
+@pytest.mark.parametrize("got", [[True], [], [Got.READ] * 2])
+def test_a_store_that_does_not_return_a_got_for_each_key_is_an_error(filled, got):
+    filled.get_into = lambda keys, buffers, timeout: got
     with pytest.raises(MisuseError, match="returns a Got for each key"):
         Rank(filled).read(1)
 
