@@ -40,7 +40,7 @@ test-deciding: $(DECIDING_VENV)/installed
 # run a million steps), led by another seed each time; what is marked `slow`; writers of the file tier are killed 200
 # times, 20 times in `make test`; kernels are compiled for all alignments and widths; ATOM's scheduler has 600 requests
 # in each of its variants, vLLM's 3,000; disks below an engine are frozen and hang for 8 s, and fill up and go.
-test-long: $(VENV)/installed $(VLLM_VENV)/installed
+test-long: $(VENV)/installed $(VLLM_VENV)/installed test-late
 	EXAMPLES=8 $(BIN)/python -m pytest property_tests
 	$(BIN)/python -m pytest -m slow tests/unit tests/connector
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/unit/slab/test_crash.py
