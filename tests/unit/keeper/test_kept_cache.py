@@ -66,9 +66,9 @@ class Engine:
         assert self.line.sent[-1].kind is Kind.TAKE
         return running.blocks
 
-    def finds(self, id="r", slots=(0, 1)):
+    def finds(self, id="r", slots=(0, 1), keys=KEYS):
         """A request asks, and the keeper has these slots."""
-        request = Request(id, KEYS, 4 * GRID)
+        request = Request(id, keys, 4 * GRID)
         assert isinstance(self.cache.lookup(request, 0, 0.0), Pending)
         self.line.answer(Kind.RAN, len(slots), len(slots), *slots)
         assert self.cache.lookup(request, 0, 0.0) == Hit(len(slots) * GRID)
@@ -274,6 +274,21 @@ def test_a_request_goes_on_while_its_load_is_in_flight():
     assert engine.reports(load).kind is Kind.RELEASE and not engine.line.uses
 
 
+def test_a_load_of_a_request_that_was_aborted_is_none_of_the_next_one_with_its_id():
+    engine, loads = Engine(), []
+    for keys in (KEYS, [key.upper() for key in KEYS]):
+        engine.cache.finished("r", 0)
+        engine.cache.admit(engine.finds(keys=keys), 0, 2 * GRID)
+        running = engine.device.take(keys, 0, ())
+        loads.append(engine.cache.load("r", 2 * GRID, [running.blocks[:2]], 0.0))
+        engine.cache.step()
+    engine.reports(loads[0])
+    engine.device.computed(running, len(KEYS))
+    engine.cache.computed("r", 4 * GRID)
+    assert Kind.TAKE not in engine.line.kinds(), "it is loading"
+    engine.reports(loads[1])
+
+
 def counts_of(engine):
     pool = engine.cache.statistics().pool
     return pool.cached, pool.protected, pool.evictions
@@ -439,6 +454,19 @@ def test_a_checkpoint_that_was_not_taken_is_taken_at_the_end_of_its_request(wind
     windows.cache.finished("r", 4 * GRID)
     assert windows.line.kinds() == [Kind.TAKE, Kind.COMMIT, Kind.TAKE]
     assert windows.line.sent[-1].numbers == (True,) and windows.stores().copies
+
+
+def test_a_checkpoint_is_not_committed_where_chunks_before_the_take_have_left_the_pool(windows):
+    windows.is_computed()
+    windows.line.answer(Kind.TOOK, False, 0, 2, 0, 1)
+    windows.cache.passed(0.0)
+    (plan,) = windows.cache.step().transfers
+    windows.cache.report(RankReport(0, done=frozenset({plan.id})))
+    windows.cache.finished("r", 4 * GRID)
+    assert windows.line.sent[-1][::2] == (Kind.TAKE, (True,))
+    windows.line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3, 1, 4)
+    windows.cache.passed(0.0)
+    assert windows.line.sent[-1][::2] == (Kind.COMMIT, (0, False)) and not windows.cache.step().transfers
 
 
 def test_a_prompt_departs_where_the_device_has_no_more_of_it(windows):
