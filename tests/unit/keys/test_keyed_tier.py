@@ -11,6 +11,7 @@ from cpu_prefix_cache import ConfigurationError, FileTier, MisuseError, SharedTi
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.keyed import tiered_keyed_cache
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, LateCopier, MemoryStore
+from cpu_prefix_cache.tiers.tier_cache import TierCache
 from tests.support.keyed_engine import GROUPS, KeyedEngine, keys
 from tests.support.simulated_driver import SimulatedDriver, pins_host_caches
 from tests.support.threads import wait_until
@@ -242,6 +243,15 @@ def test_a_load_that_finds_no_room_fails_at_once(tmp_path, monkeypatch):
     assert handle.is_done and handle.ok is False
     for lease in leases:
         engine.host.release(lease)
+    assert engine.loaded(PROMPTS[0], ELSEWHERE)
+    engine.host.close()
+
+
+def test_a_load_waits_as_long_as_slow_files_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiered_keyed_cache, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(TierCache, "load_rate", 1.0)  # bytes a second
+    engine = engine_above(tmp_path)
+    put_all(engine)
     assert engine.loaded(PROMPTS[0], ELSEWHERE)
     engine.host.close()
 
