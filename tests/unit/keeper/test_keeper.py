@@ -11,6 +11,7 @@ from cpu_prefix_cache import MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
 from cpu_prefix_cache.keeper import keeper as keepers
 from cpu_prefix_cache.keeper.answers import Granted
+from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.names import named
 from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
@@ -77,6 +78,14 @@ def test_one_engine_finds_what_another_one_stored():
     node = Node()
     node.stores(A, "abc")
     assert [node.finds(B, prompt) for prompt in ("abc", "abx", "x")] == [3, 2, 0]
+
+
+def test_as_many_engines_as_a_pool_takes_store_and_find():
+    engines = range(1, MOST_ENGINES + 1)
+    node = Node(slots=MOST_ENGINES, engines=engines)
+    for engine in engines:
+        node.stores(engine, chr(100 + engine))
+    assert all(node.finds(MOST_ENGINES + 1 - engine, chr(100 + engine)) for engine in engines)
 
 
 def test_engines_with_other_weights_do_not_meet_and_meet_again_at_the_same_revision():
