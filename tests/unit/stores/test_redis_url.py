@@ -108,6 +108,14 @@ def test_no_sentence_about_a_wrong_url_has_a_part_of_the_password(scheme, rest):
 
 
 @pytest.mark.parametrize(
+    ("url", "shown"),
+    [("redis://me:pw@cache:7000/3", "redis://cache:7000/3"), ("redis://me:p/w@cache:7000", "redis://")],
+)
+def test_a_tier_is_named_by_as_much_of_its_url_as_has_no_password(url, shown):
+    assert str(SharedTier(url, model="m", revision="1")) == f"a tier in {shown}"
+
+
+@pytest.mark.parametrize(
     ("act", "argument"),
     [
         (open_store, ":hunter2@cache:6379"),
