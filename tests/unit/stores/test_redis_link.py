@@ -126,6 +126,11 @@ def test_calls_one_after_another_use_one_connection():
         assert len(liar.connections) == 1
 
 
+def test_calls_of_no_keys_have_no_answers():
+    with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store:
+        assert store.exists([], SECONDS) == store.get_into([], [], SECONDS) == store.put_from([], [], SECONDS) == []
+
+
 def test_a_call_that_fails_ends_the_connections_that_wait_too():
     """The server may have gone without a word, and each of them would time out on its own."""
     with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store:
