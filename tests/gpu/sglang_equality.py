@@ -1,6 +1,6 @@
 """Equality of an SGLang engine's answers from loaded KV with its answers from KV that it kept, on one GPU.
 
-    PYTHONPATH=src:. python -m tests.gpu.sglang_equality [--models llama,mla] [--options '{"page_size": 16}']
+    PYTHONPATH=src:. python -m tests.gpu.sglang_equality [--models llama,whole,mla] [--options '{"page_size": 32}']
 
 Each model is run by engines in processes of their own:
 
@@ -29,6 +29,8 @@ from tests.vllm.models import some_tokens
 
 KEPT, HOST, DAMAGED = VARIANTS = ("kept", "host", "damaged")
 OTHERS = 12
+PAGES = {"whole": 64}  # tokens; of parts of 128 KiB, which cross directly
+USUAL_PAGE = 16
 DEVICE_TOKENS = {KEPT: 1 << 15, HOST: 2560, DAMAGED: 2560}
 PIN_SECONDS = 3
 
@@ -54,7 +56,7 @@ def answers(name: str, folder: str, variant: str, options: dict[str, Any]) -> di
         skip_tokenizer_init=True,
         dtype="bfloat16",
         context_length=length + ROOM,
-        page_size=16,
+        page_size=PAGES.get(name, USUAL_PAGE),
         max_total_tokens=DEVICE_TOKENS[variant],
         mem_fraction_static=0.3,
         chunked_prefill_size=1024,
@@ -126,7 +128,7 @@ def check(name: str, folder: Path, options: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="llama,mla")
+    parser.add_argument("--models", default="llama,whole,mla")
     parser.add_argument("--options", default="{}", help="of sglang.Engine, in JSON")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -97,7 +97,7 @@ def test_blocks_may_lie_more_than_4_gib_apart():  # L5.33
     arena.close()
 
 
-@pytest.mark.parametrize("fragment", [4096, 18 * 1024, 64 * 1024, 4 << 20])
+@pytest.mark.parametrize("fragment", [4096, 18 * 1024, 64 * 1024, 128 * 1024, 144 * 1024, 4 << 20])
 def test_host_segments_past_4_gib(fragment):
     layers = max(1, (4 << 20) // fragment)
     stage = Stage(layers, fragment, blocks=40, num_host=(6 << 30) // (layers * fragment))

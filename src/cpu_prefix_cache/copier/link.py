@@ -30,11 +30,9 @@ class HostRegion:
 
     def crossing(self, direction: Direction, spans: Iterable[Span]) -> Callable[[int], object]:
         """Has a stream, given by its handle, copy these spans, which have addresses on the device."""
-        if isinstance(spans, SpanTable) and not spans.is_cut:
-            moves = spans.moves(self._begin)
-        else:
-            moves = moves_of(spans, self._begin, self.seam_bytes)
-        return partial(self.cross, direction, moves)
+        if isinstance(spans, SpanTable):
+            return partial(self.cross, direction, spans.moves(self._begin))
+        return partial(self.cross, direction, moves_of(spans, self._begin, self.seam_bytes))
 
     def cross(self, direction: Direction, moves: Moves, stream: int) -> None:
         """Have a stream, given by its handle, carry out these moves."""

@@ -1,4 +1,4 @@
-"""The spans of pieces that have many each, by operations on whole tensors: .05 us a span, in the loops of moves.py .9.
+"""The spans of pieces that have many each, by operations on whole tensors: .07 us a span, in the loops of moves.py 1.0.
 
 Pages of an engine that keeps each layer by itself have two spans a layer, and cross in 2.4 us each (128 KiB). In loops
 they would hold Python's lock for a third of the time on the link, and the thread of the engine's scheduler waits for
@@ -14,7 +14,7 @@ import torch
 from cpu_prefix_cache.memory.moves import Moves, Span
 from cpu_prefix_cache.messages.plan import GroupCopy
 
-TABLE_SPANS = 8192  # their table is made in as much time as the first 32 MiB take on the link
+TABLE_SPANS = 8192  # their table is made in as much time as 32 MiB take on the link
 
 
 class SpanPlace(NamedTuple):
@@ -29,7 +29,8 @@ class SpanPlace(NamedTuple):
 
 
 class SpanTables:
-    """Spans of pieces of so many device blocks and one host block, which have one at each of these places."""
+    """Spans of pieces of so many device blocks and one host block, which have one at each of these places, none longer
+    than from one `seam` to the next."""
 
     def __init__(self, places: Sequence[SpanPlace], device_blocks: int, block_bytes: int, seam: int) -> None:
         columns = torch.tensor(places, dtype=torch.int64, device="cpu").unbind(1)  # whatever the default device is
@@ -51,31 +52,40 @@ class SpanTables:
         device = _numbers(copy.device_blocks[first * width : last * width]).view(-1, width)[:, self._which]
         host = _numbers(copy.host_blocks[first:last])[:, None] * self._block_bytes + self._within
         size = self._size.expand_as(host).contiguous()
-        is_cut = bool((host % self._seam + size > self._seam).any())
-        return SpanTable(device * self._stride + self._address, host, size, is_cut=is_cut)
+        seam = self._seam if bool((host % self._seam + size > self._seam).any()) else None
+        return SpanTable(device * self._stride + self._address, host, size, seam)
 
 
 class SpanTable:
     """Spans, int64 [pieces, spans of a piece] each: where on the device, from which byte of the host region, how many
-    bytes. `is_cut`: some of them at a seam."""
+    bytes. Multiples of `seam` in the region cut some of them; None: no one."""
 
-    __slots__ = ("is_cut", "rows")
+    __slots__ = ("_rows", "_seam")
 
-    def __init__(self, device: torch.Tensor, host: torch.Tensor, size: torch.Tensor, *, is_cut: bool) -> None:
-        self.rows, self.is_cut = (device, host, size), is_cut
+    def __init__(self, device: torch.Tensor, host: torch.Tensor, size: torch.Tensor, seam: int | None) -> None:
+        self._rows, self._seam = (device, host, size), seam
 
     def part(self, begin: int, end: int) -> "SpanTable":
         """The spans of the pieces [begin, end)."""
-        device, host, size = (row[begin:end] for row in self.rows)
-        return SpanTable(device, host, size, is_cut=self.is_cut)
+        device, host, size = (row[begin:end] for row in self._rows)
+        return SpanTable(device, host, size, self._seam)
 
     def __iter__(self) -> Iterator[Span]:
-        return zip(*(row.flatten().tolist() for row in self.rows), strict=True)
+        return zip(*(row.flatten().tolist() for row in self._rows), strict=True)
 
     def moves(self, base: int) -> Moves:
-        """The moves of spans that no seam cuts. The host region begins at address `base`."""
-        device, host, size = self.rows
+        """The moves of these spans. The host region begins at address `base`."""
+        device, host, size = self._rows if self._seam is None else self._cut(self._seam)
         return Moves.of_tensors(device, host + base, size)
+
+    def _cut(self, seam: int) -> list[torch.Tensor]:
+        """The spans up to the seam in each, and behind them the rests."""
+        device, host, size = (row.flatten() for row in self._rows)
+        room = seam - host % seam
+        over = (size > room).nonzero()[:, 0]
+        begins = torch.stack([device, host])
+        rest = begins[:, over] + room[over]
+        return [*torch.cat([begins, rest], 1), torch.cat([torch.minimum(size, room), (size - room)[over]])]
 
 
 def _numbers(blocks: Sequence[int]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.staged import StagedCopier
 from cpu_prefix_cache.copier.worker import CopyWorker
 from cpu_prefix_cache.deciding import Direction, GroupCopy, StepPlan, TransferPlan
+from cpu_prefix_cache.memory import span_tables
 from tests.support.simulated_driver import SLICE, SimulatedDriver, pinned_arena
 from tests.support.simulated_streams import SimulatedStreams
 from tests.support.threads import eventually
@@ -468,6 +469,28 @@ def test_a_slice_has_all_layers_of_a_block_unless_they_are_too_many_bytes(monkey
     copier.copy(Direction.LOAD, copies)
     assert all(torch.equal(layer, was) for layer, was in zip(layers, before, strict=True))
     assert [count for count, _ in driver.asked] == 2 * moves
+
+
+@pytest.mark.parametrize("seam", [1 << 20, 450, 599])  # 599 cuts a byte off
+@pytest.mark.parametrize("spans", [1, 7, 12, 1000])
+def test_slices_are_parts_of_tables(monkeypatch, spans, seam):
+    """Slices of two pieces with three spans each; a table has so many spans, those of whole slices."""
+    monkeypatch.setattr(paths, "FEWEST_IN_TABLE", 1)
+    monkeypatch.setattr(span_tables, "TABLE_SPANS", spans)
+    for name, most in (("SMALLEST_SLICE_BYTES", 1), ("FIRST_SLICE_BYTES", 600), ("DIRECT_SLICE_BYTES", 1200)):
+        monkeypatch.setattr(paths, name, most)
+    parts = [randoms(12, size, seed=size) for size in (300, 200, 100)]
+    shapes, host, expected = shapes_of([parts], [1], 700), poisoned(13, 700), poisoned(13, 700)
+    copier = simulated_copier(SimulatedDriver(), shapes, [parts], host, seam_bytes=seam, direct_bytes=1)
+    copies = [GroupCopy(0, (3, 12, 0, 7, 1, 8, 11, 2, 5), (5, 0, 11, 2, 1, 7, 6, 10, 3))]
+    copier.copy(Direction.STORE, copies)
+    ReferenceCopier(shapes, [parts], expected).copy(Direction.STORE, copies)
+    assert torch.equal(host, expected)
+    before = [part.clone() for part in parts]
+    for part in parts:
+        part[list(copies[0].device_blocks)] = POISON
+    copier.copy(Direction.LOAD, copies)
+    assert all(map(torch.equal, parts, before))
 
 
 @pytest.mark.parametrize(
