@@ -95,6 +95,18 @@ def test_a_node_that_the_host_keeps_is_offered_once(kind):
 
 
 @every_kind
+def test_a_host_cache_that_is_off_is_offered_each_node_once(kind):
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.linker.host.cache.edge.is_off = True
+        engine.run(PROMPT)
+        offered = []
+        engine.linker.offload = lambda *given, **others: offered.append(given)
+        engine.run(PROMPT)
+        assert offered == []
+
+
+@every_kind
 def test_a_client_that_goes_while_its_request_waits(kind):
     with evicted(kind) as engine:
         request = engine.submit(LONGER)

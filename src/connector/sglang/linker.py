@@ -106,7 +106,7 @@ class HostLinker(UnifiedCacheLinker):
         return next((at for at, each in enumerate(self._offloads) if not each.is_done), len(self._offloads))
 
     def pop_completed_offload(self) -> bool:
-        return self._offloads.popleft().is_kept
+        return self._offloads.popleft().is_kept or self.host.is_off  # then nothing is to be offered again
 
     # The end
 

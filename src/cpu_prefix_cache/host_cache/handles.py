@@ -2,7 +2,7 @@
 
 is_done    all has ended: the device blocks of a put may be written to, those of a load may be read
 ok         whether no copy has failed, and of a load whether it was all here
-is_kept    of a put, whether the host has all of it
+is_kept    of a put, whether the host, or the tier below, has all of it
 layers     of a load, an event for each layer, for a forward that begins with the first while others come
 """
 
@@ -77,7 +77,7 @@ class CopyHandle:
 
 
 class PutHandle(CopyHandle):
-    """A put. `keeps` reports whether the host has all of it."""
+    """A put. `keeps` reports whether it is kept."""
 
     def __init__(self, see: Callable[[], object], *, keeps: Callable[[], bool]) -> None:
         super().__init__(see)
@@ -85,7 +85,7 @@ class PutHandle(CopyHandle):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the host has all of it by now: not where it had no room, or a copy has failed, or a reset came."""
+        """Whether host or tier have it all by now: not where there was no room, a copy has failed, or a reset came."""
         return self._keeps()
 
 

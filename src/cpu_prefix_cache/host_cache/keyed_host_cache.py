@@ -131,7 +131,7 @@ class KeyedHostCache(CopyingHalf):
         """Copy what the host lacks of these keys out of `blocks`, after all that compute has been given so far.
 
         What is here, or is being copied, is not copied again. Nobody writes to `blocks` until the handle is done. It is
-        `ok` if no copy has failed, also where the host had no room, and `is_kept` if the host has all of it.
+        `ok` if no copy has failed, also where the host had no room, and `is_kept` if host or tier have all of it.
 
         Raises MisuseError for keys that are no digests, or come twice, and for blocks that do not exist, or are not
         those of the last keys.
@@ -189,6 +189,11 @@ class KeyedHostCache(CopyingHalf):
         self._begin({handle: load for load, handle in zip(planned, handles, strict=True) if not load.waits})
         self._step_tier()
         return handles
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is kept nor found any more, since copies have failed again and again."""
+        return self.cache.is_off
 
     def poll(self) -> None:
         """See what has ended, and go on with what waits for the tier. So do `put`, `lookup`, `load`, `drain`, and
