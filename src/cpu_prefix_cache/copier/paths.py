@@ -86,7 +86,7 @@ class _DirectRun:
             for part, offset in zip(run.parts, run.offsets, strict=False)
             for which in range(run.piece.device_blocks)
         ]
-        self._tables: SpanTables | None = None
+        self._tables: SpanTables | None = None  # a piece of several host blocks may have neighbours, which loops join
         if run.piece.host_blocks == 1 and len(self._parts) > 1:
             span = [
                 SpanPlace(part.data_ptr(), part.stride(0), which, within, size)
@@ -98,9 +98,9 @@ class _DirectRun:
     def slices(self, copy: GroupCopy, is_part: bool) -> Iterator[Slice]:
         count = len(copy.device_blocks) // self._piece.device_blocks
         cuts = list(_slices(count, self._num_bytes, self.most, is_part))
-        spans: Iterator[Iterable[Span]] = (self._spans(copy, begin, end) for begin, end in cuts)
-        if self._tables is not None and count * len(self._parts) >= FEWEST_IN_TABLE:
-            spans = self._tables.spans(copy, cuts)
+        tables = self._tables if count * len(self._parts) >= FEWEST_IN_TABLE else None
+        spans: Iterator[Iterable[Span]]
+        spans = tables.spans(copy, cuts) if tables else (self._spans(copy, begin, end) for begin, end in cuts)
         for (begin, end), each in zip(cuts, spans, strict=True):
             yield Slice((end - begin) * self._num_bytes, each)
 

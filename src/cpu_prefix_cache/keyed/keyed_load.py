@@ -24,4 +24,4 @@ class KeyedLoad:
     is_gone: bool = False
     pin: Pin | None = None
     deadline: float = 0.0
-    host_blocks: int = 0  # that were ready when the tier was last told to read for it
+    host_blocks: int = 0  # that were ready when it was last read for
