@@ -83,15 +83,20 @@ def test_a_node_without_room_on_the_host_is_offered_again(monkeypatch, kind):
         engine.tree.release_host_resources()
 
 
+def offered_again(engine):
+    """The nodes that SGLang offers with a prompt that it has offered before."""
+    engine.run(PROMPT)
+    offered = []
+    engine.linker.offload = lambda *given, **others: offered.append(given)
+    engine.run(PROMPT)
+    return offered
+
+
 @every_kind
 def test_a_node_that_the_host_keeps_is_offered_once(kind):
     with server_args(host_bytes="1MiB") as args:
         engine = Engine(args, kind)
-        engine.run(PROMPT)
-        offered = []
-        engine.linker.offload = lambda *given, **others: offered.append(given)
-        engine.run(PROMPT)
-        assert offered == []
+        assert offered_again(engine) == []
 
 
 @every_kind
@@ -99,11 +104,7 @@ def test_a_host_cache_that_is_off_is_offered_each_node_once(kind):
     with server_args(host_bytes="1MiB") as args:
         engine = Engine(args, kind)
         engine.linker.host.cache.edge.is_off = True
-        engine.run(PROMPT)
-        offered = []
-        engine.linker.offload = lambda *given, **others: offered.append(given)
-        engine.run(PROMPT)
-        assert offered == []
+        assert offered_again(engine) == []
 
 
 @every_kind
