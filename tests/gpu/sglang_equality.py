@@ -15,7 +15,6 @@ They get eight prompts, then others, then the eight again with 24 more tokens. T
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.vllm_equality import ANSWER, MARK, MODELS, NUM_PROMPTS, ROOM, TAIL, TOLERANCE, difference, save
+from tests.gpu.vllm_equality import (
+    ANSWER,
+    MARK,
+    MODELS,
+    NUM_PROMPTS,
+    ROOM,
+    TAIL,
+    TOLERANCE,
+    answers_of,
+    difference,
+    save,
+)
 from tests.vllm.models import some_tokens
 
 KEPT, HOST, DAMAGED = VARIANTS = ("kept", "host", "damaged")
@@ -41,6 +51,7 @@ PIN_SECONDS = 3
 def answers(name: str, folder: str, variant: str, options: dict[str, Any]) -> dict[str, Any]:
     import sglang
 
+    os.environ["DAMAGED"] = "0"  # the group, of which each model here has one
     *_, length, _ = MODELS[name]
     if variant != KEPT:
         module = "tests.gpu.sglang_damaging" if variant == DAMAGED else "connector.sglang"
@@ -92,13 +103,7 @@ def answer(engine: Any, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def run(name: str, folder: Path, variant: str, options: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.gpu.sglang_equality", "--engine", name, str(folder), variant]
-    environment = os.environ | {"DAMAGED": "0"}
-    done = subprocess.run([*command, "--options", options], capture_output=True, text=True, env=environment)
-    for line in done.stdout.splitlines():
-        if MARK in line:
-            return dict(json.loads(line.partition(MARK)[2]))
-    raise RuntimeError(f"{name}, {variant}: status {done.returncode}\n" + (done.stdout + done.stderr)[-3000:])
+    return answers_of("tests.gpu.sglang_equality", name, folder, variant, "--options", options)
 
 
 def is_as_it_must_be(name: str, variant: str, kept: dict[str, Any], told: dict[str, Any]) -> bool:

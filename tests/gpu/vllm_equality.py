@@ -259,8 +259,12 @@ def _answer(llm: Any, prompt: Sequence[int], drafts: list[list[int]]) -> dict[st
 
 
 def run(name: str, folder: Path, variant: str, ranks: Ranks, codec: str) -> dict[str, Any]:
-    engine = [name, str(folder), variant, *map(str, ranks), codec]
-    command = [sys.executable, "-m", "tests.gpu.vllm_equality", "--engine", *engine]
+    return answers_of("tests.gpu.vllm_equality", name, folder, variant, *map(str, ranks), codec)
+
+
+def answers_of(module: str, name: str, folder: Path, variant: str, *others: str) -> dict[str, Any]:
+    """Answers of an engine, in a process of its own: the main program of this module prints them behind MARK."""
+    command = [sys.executable, "-m", module, "--engine", name, str(folder), variant, *others]
     done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if MARK in line:
