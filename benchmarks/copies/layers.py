@@ -53,10 +53,7 @@ def measure(page: int, num_bytes: int, compute: Compute) -> None:
     keys = [hashlib.sha256(at.to_bytes(8)).digest() for at in range(count)]
     order = torch.randperm(count).tolist()
     with KeyedHostCache([Prefix(parts, block_tokens=page)], host_bytes=num_bytes + (64 << 20)) as host:
-        host.poll()
-        while host.statistics().ready_bytes < host.statistics().host_bytes:
-            time.sleep(0.1)
-            host.poll()
+        host.prepare()
         host.put(keys, [order]).wait()
 
         def load():
