@@ -1,7 +1,10 @@
-"""Copiers with faults in the host cache of a linker."""
+"""Copiers with faults in the host cache of a linker, and indices that come late from the device."""
 
 from dataclasses import replace
 
+import torch
+
+from connector.sglang.linker import Offer
 from cpu_prefix_cache.by_keys import KeyedHostCache
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import MeddlingCopier
@@ -36,3 +39,23 @@ def with_copier(monkeypatch, make):
 
     monkeypatch.setattr("connector.sglang.linker.KeyedHostCache", host)
     return made
+
+
+class LateOffer(Offer):
+    """Has its indices after some turns; what is read before that is the index of no page."""
+
+    def __init__(self, transfers):
+        super().__init__(transfers)
+        self._arriving, self._turns = self.transfers, 3
+        self.transfers = [replace(each, device_indices=torch.full_like(each.device_indices, -7)) for each in transfers]
+
+    @property
+    def has_arrived(self):
+        self._turns -= 1
+        if self._turns == 0:
+            self.transfers = self._arriving
+        return self._turns <= 0
+
+
+def offers_are_late(monkeypatch):
+    monkeypatch.setattr("connector.sglang.linker.Offer", LateOffer)

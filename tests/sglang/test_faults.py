@@ -10,7 +10,7 @@ import pytest
 
 from cpu_prefix_cache.deciding import Direction
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier, LateCopier
-from tests.sglang.copiers import Failing, with_copier
+from tests.sglang.copiers import Failing, offers_are_late, with_copier
 from tests.sglang.engine import LONGER, PROMPT, VOCABULARY, Engine, evicted, server_args
 from tests.sglang.models import KINDS
 from tests.support.simulated_driver import SimulatedDriver, pins_host_caches
@@ -190,6 +190,24 @@ def test_a_flush_while_stores_are_under_way_registers_nothing(monkeypatch, kind)
         check(engine)
 
 
+@every_kind
+def test_a_flush_forgets_pages_of_which_no_index_has_arrived(monkeypatch, kind):
+    """Others are computed into these pages: they are not to be stored as what was offered."""
+    offers_are_late(monkeypatch)
+    with server_args(host_bytes="1MiB") as args:
+        engine = Engine(args, kind)
+        engine.submit(PROMPT)
+        while engine.waiting or engine.chunked:
+            engine.step()
+        assert engine.linker._offered
+        engine.flush()
+        engine.run(list(range(400, 450)))
+        engine.computed = 0
+        engine.run(LONGER)
+        assert engine.computed == len(LONGER)
+        check(engine)
+
+
 def test_stores_are_reported_in_their_order():
     """SGLang takes the oldest outcome for that of the oldest store."""
     with server_args(host_bytes="1MiB") as args:
@@ -257,6 +275,8 @@ def requests(engine, seed, num_requests):
 def test_every_answer_is_of_the_right_bytes(monkeypatch, kind, fault, host_bytes):
     if FAULTS[fault] is not None:
         with_copier(monkeypatch, FAULTS[fault])
+    if "late" in fault:
+        offers_are_late(monkeypatch)
     with server_args(host_bytes=host_bytes) as args:
         engine = Engine(args, kind)
         requests(engine, seed=fault, num_requests=60)

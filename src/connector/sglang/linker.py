@@ -4,7 +4,8 @@
     load        a request is promised such a prefix: it is leased, and queued        --cancelled-->  given up
     start       what is queued is loaded into pages that the request owns
     finish      behind the forward: whether the loads of a batch have ended well; if not, SGLang aborts its requests
-    offload     pages of a node of the tree are copied to the host; SGLang locks the node until that has ended
+    offload     pages of a node of the tree are copied to the host, from the first turn on in which their indices have
+                come from the device; SGLang locks the node until that has ended
 
 Offloads are reported in their order, as SGLang takes them. One for which the host had no room is reported as one that
 failed: SGLang offers no node again that it takes to be stored.
@@ -18,6 +19,7 @@ import logging
 from binascii import unhexlify  # in half the time of bytes.fromhex
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class HostLinker(UnifiedCacheLinker):
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._ranks = Ranks(params)
         self._queued: dict[str, tuple[Pages, FoundKeys]] = {}  # by request
+        self._offered = deque[Offer]()
         self._offloads = deque[PutHandle]()
         self.host.poll()  # which begins to pin the region: the first requests are to find room
         logger.info("HostLinker keeps %s in %d bytes of each rank", ", ".join(self.pools), size)
@@ -97,12 +100,14 @@ class HostLinker(UnifiedCacheLinker):
     # Offloads
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        pages = self._pages(transfers)
-        with torch.cuda.stream(self.forward_stream):
-            self._offloads.append(self.host.put(*pages))
+        self._offered.append(Offer(transfers))
         return True
 
     def num_completed_offloads(self) -> int:
+        while self._offered and self._offered[0].has_arrived:
+            pages = self._pages(self._offered.popleft().transfers)
+            with torch.cuda.stream(self.forward_stream):
+                self._offloads.append(self.host.put(*pages))
         return next((at for at, each in enumerate(self._offloads) if not each.is_done), len(self._offloads))
 
     def pop_completed_offload(self) -> bool:
@@ -114,6 +119,7 @@ class HostLinker(UnifiedCacheLinker):
         self.host.drain()
         self.host.reset()  # leases end
         self._queued.clear()
+        self._offered.clear()
         self._offloads.clear()
 
     def close(self) -> None:
@@ -122,6 +128,21 @@ class HostLinker(UnifiedCacheLinker):
     def _pages(self, transfers: Iterable[PoolTransfer]) -> Pages:
         given, pools = {each.name: each.device_indices for each in transfers}, self.pools.items()
         return keys_of(transfers), [blocks_of(given[name], pool.group) if name in given else [] for name, pool in pools]
+
+
+class Offer:
+    """Pages to copy to the host. Their indices come from the device behind its work, for which no step waits."""
+
+    def __init__(self, transfers: list[PoolTransfer]) -> None:
+        is_late = any(each.device_indices.is_cuda for each in transfers)
+        self.transfers = [
+            replace(each, device_indices=each.device_indices.to("cpu", non_blocking=True)) for each in transfers
+        ]
+        self._event = torch.cuda.current_stream().record_event() if is_late else None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._event is None or self._event.query()
 
 
 def keys_of(transfers: Iterable[PoolTransfer]) -> list[bytes]:
