@@ -85,6 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int, dict[str, Any]]] = {
             num_experts_per_tok=2,
             n_group=1,
             topk_group=1,
+            moe_layer_freq=1,  # SGLang reads it, as configurations of DeepSeek have it
         ),
         150,
         1000,
