@@ -51,7 +51,7 @@ from cpu_prefix_cache.pool.coordinator import KVCacheCoordinator, new_pool
 from cpu_prefix_cache.pool.notes import Notes
 from cpu_prefix_cache.pool.placement import Placement
 from cpu_prefix_cache.pool.taken import TakenCheckpoints
-from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Resolved
 from cpu_prefix_cache.tiers.keyed_tier import JobEnded, KeyedTier
 from cpu_prefix_cache.tiers.tier_cache import TierCache
 from cpu_prefix_cache.tiers.tiered_cache import TieredCache
@@ -86,7 +86,6 @@ __all__ = [
     "KVCacheCoordinator",
     "KeptCache",
     "KeyedTier",
-    "Lease",
     "MIN_TIMED_TOKENS",
     "MISS",
     "Notes",

@@ -24,7 +24,7 @@ Rules are numbered in README.md beside this file.
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cpu_prefix_cache.index.boundary_log import BoundaryEvent
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
@@ -66,14 +66,6 @@ class Resolved:
     direction: Direction
     request_id: Hashable | None
     ok: bool
-
-
-@dataclass(slots=True)
-class Lease:
-    """A prefix that stays on the host until the lease is released, exactly once."""
-
-    boundary: int
-    pin: Pin = field(repr=False)
 
 
 class CPUPrefixCache:
@@ -168,8 +160,8 @@ class CPUPrefixCache:
             return MISS
         return Hit(boundary, self.planner.full_chunks(n0) * self.planner.grid_tokens)
 
-    def reserve(self, request: Request, boundary: int, n0: int = 0) -> Lease | None:
-        """Keep everything from `n0` to `boundary` on the host until `release`. None when it is not all there.
+    def reserve(self, request: Request, boundary: int, n0: int = 0) -> Pin | None:
+        """A lease: everything from `n0` to `boundary` stays on the host until `release`. None when it is not all there.
 
         Raises MisuseError for a boundary that is not on the grid or beyond the request's keys.
         """
@@ -177,11 +169,11 @@ class CPUPrefixCache:
         start, stop = self.planner.full_chunks(n0), self.planner.full_chunks(boundary)
         if node is None or self.pool.resident_run(request.keys, start, stop) < stop:
             return None
-        return Lease(boundary, self.pool.pin(node))
+        return self.pool.pin(node)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Pin) -> None:
         """End a lease. Raises MisuseError the second time."""
-        self.pool.unpin(lease.pin)
+        self.pool.unpin(lease)
 
     def check_destinations(self, destinations: Sequence[Sequence[int]], n0: int, boundary: int) -> None:
         """Check what `load` demands of destinations, for a manager that checks before it admits the request.

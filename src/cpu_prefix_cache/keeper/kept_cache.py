@@ -47,9 +47,10 @@ from cpu_prefix_cache.offload.destinations import check_destinations
 from cpu_prefix_cache.offload.device import Device, check_fits
 from cpu_prefix_cache.offload.prefill_rate import PrefillRate
 from cpu_prefix_cache.offload.transfers import LoadTransfer, Transfer, TransferLedger
+from cpu_prefix_cache.pool.block_pool import Pin
 from cpu_prefix_cache.pool.group_copies import GroupCopies, num_bytes
 from cpu_prefix_cache.pool.wanted import is_worth, wanted_depths
-from cpu_prefix_cache.prefix_cache import Lease, Resolved
+from cpu_prefix_cache.prefix_cache import Resolved
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class KeptCache:
     def reserve(self, request: Request, boundary: int, n0: int = 0) -> None:
         """As CPUPrefixCache. None: what a lookup has found is leased until it is loaded."""
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Pin) -> None:
         """As CPUPrefixCache."""
 
     def may_have(self, key: bytes) -> bool:

@@ -34,8 +34,8 @@ from cpu_prefix_cache.model.groups import PrefixGroup
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.model.planner import HybridChunkPlanner
 from cpu_prefix_cache.offload.engine_steps import EngineSteps, EngineTraits
-from cpu_prefix_cache.pool.block_pool import BlockPool
-from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Lease, Resolved
+from cpu_prefix_cache.pool.block_pool import BlockPool, Pin
+from cpu_prefix_cache.prefix_cache import CPUPrefixCache, Resolved
 from cpu_prefix_cache.testing.patterns import POISON, Patterns
 from cpu_prefix_cache.testing.slots import Holding, PoolSlots, Slots
 
@@ -198,7 +198,7 @@ class Engine:
         self.ends(prompt)
         self.copies()
 
-    def reserves(self, prompt: str) -> Lease | None:
+    def reserves(self, prompt: str) -> Pin | None:
         return self.cache.reserve(Request("reserves", chain(prompt), 1_000), len(prompt) * self.grid)
 
     # Copies
