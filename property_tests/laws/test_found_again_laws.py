@@ -134,7 +134,7 @@ class Story:
         raise AssertionError("the device forgets nothing")
 
     def host_forgets(self) -> None:
-        self.cache.flush()
+        self.cache.below.flush()
         self.rest()
         pool = self.cache.pool
         pool.abort(pool.take(pool.capacity))

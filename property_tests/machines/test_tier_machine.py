@@ -681,7 +681,7 @@ class WithTier(PrefixCacheMachine):
         assert not self.cache._promotions.slices and not self.cache._wants and not self.cache._promotions.open
         host = self.cache.statistics().pool
         assert host.pinned == host.writing == host.retired == 0
-        assert not self.cache.is_flushed or not self.cache.below.demotion.num_waiting
+        assert not self.cache.below.is_flushed or not self.cache.below.demotion.num_waiting
 
 
 class WithStore(WithTier):

@@ -49,12 +49,12 @@ class TierBelow:
     def run(self) -> None:
         """A step begins: what is to be read and written."""
         self._above.passed(time.monotonic())
-        self._rank.run(self._above.plan_below())
+        self._rank.run(self._above.below.plan())
 
     def reset(self, revision: str | None) -> None:
         """It reaches the files at once, because the process may end before the next step."""
         self._above.reset(revision)
-        self._rank.run(self._above.plan_below())
+        self._rank.run(self._above.below.plan())
 
     def report(self) -> None:
         self._above.report_below(self._rank.report())
@@ -68,8 +68,8 @@ class TierBelow:
     def flush(self, step: Callable[[], object]) -> None:
         """Write what only the host has, hottest first, with the steps that `step` makes."""
         deadline = time.monotonic() + self._flush_seconds
-        self._above.flush()
-        while not self._above.is_flushed and time.monotonic() < deadline:
+        self._above.below.flush()
+        while not self._above.below.is_flushed and time.monotonic() < deadline:
             step()
             time.sleep(NAP_SECONDS)
 

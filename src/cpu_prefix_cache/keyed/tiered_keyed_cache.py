@@ -21,7 +21,7 @@ from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.options import CacheOptions
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.stats import TierStatistics
-from cpu_prefix_cache.messages.tier import TierOptions, TierPlan, TierReport
+from cpu_prefix_cache.messages.tier import TierOptions, TierReport
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.edge import Ended
 from cpu_prefix_cache.offload.stores import StorePlanner
@@ -181,10 +181,6 @@ class TieredKeyedCache(KeyedCache):
             self.below.arrived(each.committed)
         return ended
 
-    def plan_below(self) -> TierPlan:
-        """Plan for the tier in this step."""
-        return self.below.plan()
-
     def report_below(self, report: TierReport) -> None:
         """The tier has finished transfers."""
         for ended, load in self.below.report(report):
@@ -197,14 +193,6 @@ class TieredKeyedCache(KeyedCache):
         super().reset()
         self.below.reset(revision)
         self._advance()
-
-    def flush(self) -> None:
-        """Begin to write what only the host has, until `is_flushed`."""
-        self.below.flush()
-
-    @property
-    def is_flushed(self) -> bool:
-        return self.below.is_flushed
 
     def tier_statistics(self) -> TierStatistics:
         return replace(self.below.tier_statistics(), hit_tokens=self._read_tokens)

@@ -261,7 +261,9 @@ class TierCache:
         return loads
 
     def flush(self) -> None:
-        """Write what the host has and the tier has not, beginning with what would be evicted last."""
+        """Begin to write what the host has and the tier has not, first what would be evicted last. The engine goes on
+        with steps until it `is_flushed`, or gives up.
+        """
         nodes = list(self.host.soonest_evicted())
         above = set(map(self.host.parent, nodes))  # these are written with what hangs below them, as one chain
         keys = (self.host.key(node) for node in reversed(nodes) if node not in above)
@@ -280,10 +282,6 @@ class TierCache:
     @property
     def is_flushed(self) -> bool:
         return not self.has_transfers and (self.is_off or not self.demotion.num_waiting)
-
-    def host_begins_anew(self) -> None:
-        """The host has forgotten all. What is written by now of it is right."""
-        self.demotion.reset()
 
     def reset(self, revision: str | None = None) -> None:
         self.edge.reset()

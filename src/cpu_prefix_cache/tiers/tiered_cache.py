@@ -284,14 +284,6 @@ class TieredCache(CPUPrefixCache):
             if want.has_begun and not want.is_over:
                 self._promotions.advance(want, may_read=False)
 
-    def flush(self) -> None:
-        """Begin to write what only the host has. The engine goes on with steps until `is_flushed`, or gives up."""
-        self.below.flush()
-
-    @property
-    def is_flushed(self) -> bool:
-        return self.below.is_flushed
-
     def reset(self, revision: str | None = None) -> None:
         """As of any cache. Who names the same `revision` of the weights, shares a store from now on; without one this
         process shares with nobody. Raises ConfigurationError for one that is no text, or empty.
@@ -323,7 +315,7 @@ class TieredCache(CPUPrefixCache):
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
-        self.below.host_begins_anew()
+        self.below.demotion.reset()  # what is written by now of the host is right
         if self._ahead is not None:
             self._end_ahead(self._ahead)
         for want in list(self._promotions.open):

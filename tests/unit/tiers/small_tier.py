@@ -121,7 +121,7 @@ class Tiered(Engine):
     def tier_has(self, prompt: str, checkpoints: Iterable[str] = ()) -> None:
         """Puts the prompt into the tier, and not into the host."""
         self.host_has(prompt, checkpoints)
-        self.cache.flush()
+        self.cache.below.flush()
         self.works_off()
         self.host_forgets()
         assert prompt in self.below, f"the tier has {self.below}"

@@ -226,12 +226,12 @@ def test_a_flush_writes_what_only_the_host_has():
     engine.host_has("abcd")
     engine.works_off()
     assert not engine.below and not engine.moving  # nothing is about to be evicted
-    engine.cache.flush()
-    assert not engine.cache.is_flushed
+    engine.cache.below.flush()
+    assert not engine.cache.below.is_flushed
     assert len(engine.steps_below()) == 1  # a chain is one transfer
     engine.tier_ends()
     engine.works_off()
-    assert engine.cache.is_flushed and engine.below == set(chain_names("abcd"))
+    assert engine.cache.below.is_flushed and engine.below == set(chain_names("abcd"))
 
 
 def test_chunks_that_left_the_host_before_a_reset_are_no_loss_after_it():

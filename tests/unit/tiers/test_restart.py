@@ -258,7 +258,7 @@ def test_a_write_that_was_planned_before_a_reset_and_goes_out_after_it_writes_no
 def test_a_read_of_a_checkpoint_that_was_planned_before_a_reset_and_goes_out_after_it_reads_nothing():
     engine = Tiered(FULL, STATE, host=64)
     engine.host_has("abcd", ["abcd"])
-    engine.cache.flush()
+    engine.cache.below.flush()
     engine.works_off()
     engine.host_forgets()
     assert engine.asks_as("r", "abcd")
