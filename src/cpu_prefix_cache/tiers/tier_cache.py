@@ -22,6 +22,7 @@ have put there is taken in with the store's answer (`questions.py`), and what it
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
+from typing import cast
 
 from cpu_prefix_cache.messages.errors import ConfigurationError
 from cpu_prefix_cache.messages.options import CacheOptions
@@ -361,7 +362,7 @@ class TierCache:
             return
         boundary = self._boundary_key(transfer)
         for at, slot in enumerate(copy.host_blocks):
-            key, _, block = self._piece_key(slot)
+            key, _, block = cast(tuple[bytes, int, int], self.pool.checkpoints.key_of(slot))
             yield Label(key, boundary, copy.group, at % piece.host_blocks, block, self._generations.of[slot])
 
     def _boundary_key(self, transfer: Transfer) -> bytes:
@@ -369,10 +370,3 @@ class TierCache:
         if isinstance(transfer, LoadTransfer):
             return b""
         return transfer.keys[-2] if len(transfer.keys) > 1 else transfer.chain.parent_key or b""
-
-    def _piece_key(self, slot: int) -> tuple[bytes, int, int]:
-        key = self.pool.checkpoints.key_of(slot)
-        if not isinstance(key, tuple):
-            raise TypeError(f"the piece in slot {slot} has the key {key!r}")
-        chunk, group, block = key
-        return chunk, group, block
