@@ -21,6 +21,7 @@ An engine may begin to compute before a load has ended (early.py).
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.copier.exchange import Exchange, exchanges
-from cpu_prefix_cache.copier.job_thread import Job, JobThread
+from cpu_prefix_cache.copier.job_thread import Job, begin_jobs
 from cpu_prefix_cache.copier.pace import Pace
 from cpu_prefix_cache.copier.record import CopyRecord, EndOf, await_ended, ended
 from cpu_prefix_cache.copier.shared_events import EndOfSections, Shared
@@ -75,7 +76,7 @@ class CopyWorker:
         self.pace = Pace()
         self._jobs = {each: SimpleQueue[Job | None]() for each in Direction if threads}
         self._closed = False
-        own = [JobThread(f"{each.value}-{rank}", jobs.get) for each, jobs in self._jobs.items()]
+        own = [begin_jobs(f"{each.value}-{rank}", jobs.get) for each, jobs in self._jobs.items()]
         end = partial(_end, list(self._jobs.values()), own, self._copies, arena)
         self._end = partial(end_outside_of, own, os.getpid(), end)
         self._ending = weakref.finalize(self, self._end)
@@ -360,7 +361,7 @@ def _drain(copies: dict[int, CopyRecord]) -> None:
 
 def _end(
     jobs: Iterable[SimpleQueue[Job | None]],
-    threads: Iterable[JobThread],
+    threads: Iterable[threading.Thread],
     copies: dict[int, CopyRecord],
     arena: "HostArena | None",
 ) -> None:

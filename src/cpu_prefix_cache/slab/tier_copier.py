@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cpu_prefix_cache.copier.base import Copier
 from cpu_prefix_cache.copier.events import Event, Passed, raise_failure
 from cpu_prefix_cache.copier.ids import check_range
-from cpu_prefix_cache.copier.job_thread import JobThread
+from cpu_prefix_cache.copier.job_thread import begin_jobs
 from cpu_prefix_cache.memory.ending import end_outside_of
 from cpu_prefix_cache.messages.errors import ConfigurationError, MisuseError
 from cpu_prefix_cache.messages.plan import Direction, GroupCopy, Label
@@ -111,7 +111,7 @@ class TierCopier(Copier):
         self._meters = {direction: RateMeter() for direction in Direction}
         self._jobs = Jobs()
         threads = [
-            JobThread(f"slab-{at}", partial(self._jobs.take, directions))
+            begin_jobs(f"slab-{at}", partial(self._jobs.take, directions))
             for at, directions in enumerate(_directions(may_hang=stall_seconds is not None))
         ]
         self._end = weakref.finalize(self, end_outside_of, threads, os.getpid(), partial(_end, self._jobs, threads))

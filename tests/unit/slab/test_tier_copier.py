@@ -11,7 +11,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.copier.events import Event, Passed
-from cpu_prefix_cache.copier.job_thread import JobThread
+from cpu_prefix_cache.copier.job_thread import begin_jobs
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from cpu_prefix_cache.messages.plan import CHUNK, Label
 from cpu_prefix_cache.model.planner import Piece
@@ -312,7 +312,7 @@ def test_threads_take_what_is_urgent_first():
     done = threading.Event()
     jobs.put(STORE, [lambda: order.append("store")])
     jobs.put(LOAD, [lambda: order.append("load"), lambda: order.append("load")])
-    thread = JobThread("test", lambda: jobs.take((LOAD, STORE)))
+    thread = begin_jobs("test", lambda: jobs.take((LOAD, STORE)))
     jobs.put(STORE, [done.set])
     assert done.wait(5)
     assert order == ["load", "load", "store"]
@@ -322,7 +322,7 @@ def test_threads_take_what_is_urgent_first():
 
 def test_a_job_that_raises_does_not_end_its_thread(caplog):
     jobs, done = Jobs(), threading.Event()
-    thread = JobThread("test", lambda: jobs.take((LOAD,)))
+    thread = begin_jobs("test", lambda: jobs.take((LOAD,)))
     jobs.put(LOAD, [lambda: 1 / 0, done.set])
     assert done.wait(5)
     jobs.close()
