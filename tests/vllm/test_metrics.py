@@ -388,7 +388,7 @@ def test_failures_of_a_tier_are_counted(start_with_tier):
 
 def test_bytes_that_a_rank_has_moved_are_reported_once():
     moves = TierMoves()
-    moved = SlotStatistics(100, 200, 0.5, 0.25, 0, None, None)
+    moved = SlotStatistics(100, 200, 0.5, 0.25, 0)
     assert moves.take(moved).data == {
         "tiering_read_bytes": 100,
         "tiering_write_bytes": 200,

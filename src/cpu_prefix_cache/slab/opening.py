@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 5.0  # for the first attempt
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0  # the first pause; each is twice the one before
 CLOSE_SECONDS = 1.0  # for an attempt that is under way
-NOTHING_MOVED = SlotStatistics(0, 0, 0.0, 0.0, 0, None, None)
+NOTHING_MOVED = SlotStatistics(0, 0, 0.0, 0.0, 0)
 
 
 class OpeningTier:

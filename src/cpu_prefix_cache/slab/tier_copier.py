@@ -66,8 +66,6 @@ class SlotStatistics(NamedTuple):
     read_seconds: float
     write_seconds: float
     refused: int  # slots
-    read_bytes_per_second: float | None  # lately; None: not enough was read
-    write_bytes_per_second: float | None
     kept: int = 0  # of the refused slots, values with wrong bytes that were not deleted from a store
 
     def added_to(self, tier: TierStatistics) -> TierStatistics:
@@ -158,8 +156,7 @@ class TierCopier(Copier):
     def statistics(self) -> SlotStatistics:
         loads, stores = self._meters[Direction.LOAD], self._meters[Direction.STORE]
         moved = loads.num_bytes, stores.num_bytes, loads.seconds, stores.seconds
-        rates = loads.bytes_per_second, stores.bytes_per_second
-        return SlotStatistics(*moved, self._num_refused, *rates, self.below.kept)
+        return SlotStatistics(*moved, self._num_refused, self.below.kept)
 
     def close(self) -> None:
         """Wait until all transfers have ended, and end the threads. May be called again."""
