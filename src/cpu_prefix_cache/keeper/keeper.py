@@ -100,9 +100,6 @@ class Keeper:
         """How many chunks are counted for this engine: it used them last."""
         return self._policy.held(engine)
 
-    def __contains__(self, engine: int) -> bool:
-        return engine in self._engines
-
     # Engines
 
     def recover(self) -> int:

@@ -44,7 +44,6 @@ class Questions:
         self._next_deadline = math.inf  # no deadline is sooner
         self._unanswered_in_a_row = 0
         self._silent_until = 0.0
-        self.asked = self.unanswered = 0
 
     def __len__(self) -> int:
         return len(self._of)
@@ -69,7 +68,6 @@ class Questions:
         question = Question(id, self._messenger.connection, keys, now)
         self._of[request] = self._open[id] = question
         self._wait(question, now + ASK_SECONDS)
-        self.asked += 1
         self._messenger.send(question.connection, Message(Kind.RUN, id, (chunk_nanoseconds,), keys))
         return question
 
@@ -114,7 +112,6 @@ class Questions:
             self.give_up(question)
             question.leased = NOTHING
             self._wait(question, now + LEASE_SECONDS)
-            self.unanswered += 1
             self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED:
                 self._unanswered_in_a_row, self._silent_until = 0, now + PAUSE_SECONDS

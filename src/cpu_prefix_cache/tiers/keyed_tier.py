@@ -61,7 +61,7 @@ class KeyedTier:
         self._may_wait = max(1, host_blocks // WRITTEN_SHARE)
         self._generations = SlotGenerations(slots, ranks=1)
         self._epoch = 0  # resets
-        self._is_whole = False
+        self.is_whole = False  # whether all from before a restart is taken in, and new names are stored
         self._now = 0.0
         pause = PAUSE_SECONDS if ask_seconds is None else STORE_PAUSE_SECONDS
         self._breakers = {direction: _Breaker(direction, pause) for direction in Direction}
@@ -80,11 +80,6 @@ class KeyedTier:
         if self._is_known(name) or self._questions is None:
             return self._pool.find(name.spelled) is not None
         return None if self._questions.awaited(name) else False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all from before a restart is taken in, and new names are stored."""
-        return self._is_whole
 
     def statistics(self) -> KeyedTierStatistics:
         return KeyedTierStatistics(self._pool.statistics().cached, self._counts["refused"], self._counts["unsaved"])
@@ -157,10 +152,10 @@ class KeyedTier:
         """Jobs that end with this report of the rank. Reports may be repeated."""
         if report.next_generation is not None:
             self._generations.opens(0, report.next_generation)
-        if self._generations.is_open and not self._is_whole:
+        if self._generations.is_open and not self.is_whole:
             for found in self._generations.take_in(report):
                 self._take(found)
-            self._is_whole = self._generations.has_all(report)
+            self.is_whole = self._generations.has_all(report)
         if self._questions is not None:
             self._remember(*self._questions.told(report.told))
         for transfer in self._ledger.take_in(report.transfers):
@@ -178,7 +173,7 @@ class KeyedTier:
 
     @property
     def _can_be_written(self) -> bool:
-        is_open = self._is_whole and self._breakers[Direction.STORE].is_closed(self._now)
+        is_open = self.is_whole and self._breakers[Direction.STORE].is_closed(self._now)
         return is_open and len(self._ledger.writing) < self._may_wait
 
     def _is_known(self, name: BlockName) -> bool:
