@@ -20,9 +20,15 @@ HYBRID = HybridChunkPlanner(
 )
 
 
+# A chunk takes two slots, and there are no checkpoints.
+TWO = HybridChunkPlanner(
+    [PrefixGroup(name=name, block_tokens=4, block_bytes=64) for name in ("full", "second")], max_model_len=64
+)
+
+
 class HybridNode(Node):
-    def __init__(self, slots=24):
-        super().__init__(slots, planner=HYBRID)
+    def __init__(self, slots=24, planner=HYBRID):
+        super().__init__(slots, planner=planner)
 
     def takes(self, engine, prompt, has_checkpoint=True):
         id = next(self.ids)
@@ -30,7 +36,8 @@ class HybridNode(Node):
 
     def stores(self, engine, prompt, has_checkpoint=True):
         id, granted = self.takes(engine, prompt, has_checkpoint)
-        self.keeper.commit(engine, id, len(granted.slots) // 3, granted.pieces is not None)
+        width = self.keeper.planner.host_blocks_per_chunk
+        self.keeper.commit(engine, id, len(granted.slots) // width, granted.pieces is not None)
         self.keeper.check_valid()
         return granted
 
@@ -128,6 +135,16 @@ def test_pieces_that_were_being_written_when_the_keeper_ended_hold_nothing():
     assert not granted.slots and pieces >= set(granted.all_slots)
     node.begins_again()
     assert node.finds(A, "ab") == 0
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_a_chunk_of_two_slots_of_which_one_was_written_over_is_not_found(place):
+    node = HybridNode(planner=TWO)
+    node.stores(A, "a", has_checkpoint=False)
+    node.damages(node.stores(A, "abc", has_checkpoint=False).slots[place])
+    node.stores(A, "x", has_checkpoint=False)
+    node.begins_again()
+    assert (node.found, node.finds(A, "abc"), node.finds(A, "x")) == (2 + 2, 1, 1)
 
 
 def test_a_chunk_that_lies_in_two_places_is_taken_in_once():
