@@ -459,8 +459,10 @@ def test_a_tier_that_fails_often_is_left_alone_for_a_pause():
         engine.tier_ends(ok=False)
     assert engine.seen.state == "paused" and not engine.cache.is_off
     assert engine.asks_as("f", "f") == Miss()
+    engine.host_has("uvw")
+    engine.host_forgets()
     engine.host_has("xyz")
-    assert engine.steps_below() == []
+    assert engine.steps_below() == [] and engine.seen.unsaved == 3
     engine.now += PAUSE_SECONDS
     assert isinstance(engine.asks_as("f2", "f"), Pending) and engine.seen.state == "open"
     engine.works()
