@@ -194,6 +194,17 @@ def test_slots_that_a_rank_has_not_prepared_are_no_hit(ready, hit):
     assert engine.cache.lookup(request, 0, 0.0) == (Hit(hit * GRID) if hit else Miss())
 
 
+@pytest.mark.parametrize(("groups", "slots"), [(["full"], (9, 8, 0)), (["full", "other"], (12, 13, 9, 8, 0, 1))])
+def test_slots_of_chunks_that_the_device_has_need_not_be_prepared(groups, slots):
+    groups = [PrefixGroup(name=name, block_tokens=GRID, block_bytes=64) for name in groups]
+    planner, line = HybridChunkPlanner(groups, max_model_len=64), Line()
+    cache = KeptCache(planner, PoolSlots(planner, 12).device, line, ready_slots=4)
+    request = Request("r", KEYS, 4 * GRID)
+    assert isinstance(cache.lookup(request, 2 * GRID, 0.0), Pending)
+    line.answer(Kind.RAN, 3, 3, *slots)
+    assert cache.lookup(request, 2 * GRID, 0.0) == Hit(3 * GRID, start=2 * GRID)
+
+
 def test_a_store_of_blocks_that_are_wrong_is_not_committed():
     engine = Engine()
     blocks = engine.computes()
