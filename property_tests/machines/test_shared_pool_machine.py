@@ -234,11 +234,11 @@ class SharedPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_place_belongs_to_a_chunk_that_something_here_needs(self) -> None:
-        placed = self.placed()
-        for name in NAMES:
+        placed, found = self.placed(), self.pool.find_all(map(str.encode, NAMES))
+        for name, here in zip(NAMES, found, strict=True):
             node = self.pool.place(name.encode())
             assert (node is not None) == (name in placed), f"{name} has a place, or has none"
-            assert (self.pool.find(name.encode()) is not None) == (name in self.held)
+            assert here == self.pool.find(name.encode()) and (here is not None) == (name in self.held)
             if node is not None:
                 assert self.pool.state(node) is (BlockState.CACHED if name in self.held else BlockState.ABSENT)
                 parent = self.pool.root if len(name) == 1 else self.pool.place(name[:-1].encode())
