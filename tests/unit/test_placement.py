@@ -92,6 +92,15 @@ def test_an_interrupt_leaves_no_block_behind(engine):
         assert prompt.length == 0  # its chunks are there, and no state to resume from
 
 
+def test_committed_chunks_stay_while_the_prompt_is_placed(engine):
+    with place(engine) as prompt:
+        prompt.grow(48)
+        prompt.commit(48)
+        with pytest.raises(PoolExhausted):
+            engine[0].pool.allocate(NUM_BLOCKS - 2)
+    assert free_blocks(engine) == NUM_BLOCKS - 3
+
+
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_load_fills_chunks_and_a_state_or_fails(engine, is_loaded):
     with place(engine) as prompt:
