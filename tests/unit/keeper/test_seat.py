@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from cpu_prefix_cache import ConfigurationError
+from cpu_prefix_cache import ConfigurationError, NodePool
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
@@ -18,13 +18,16 @@ from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.memory import limits
 from cpu_prefix_cache.memory.shared_file import receive
 from cpu_prefix_cache.node import region as regions
+from cpu_prefix_cache.node.joined_pool import JoinedPool
 from cpu_prefix_cache.node.presence import is_present, lock
 from cpu_prefix_cache.node.seat import Seat
+from cpu_prefix_cache.slab.namespace import Namespace
 from tests.support.host_engine import CHUNK_BYTES, PATIENCE
 from tests.unit.keeper.pool_engine import ROOT, KeeperProcess
 
 SLOTS = 4
-SHAPE = spelled(HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=8)], max_model_len=4))
+PLANNER = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=8)], max_model_len=4)
+SHAPE = spelled(PLANNER)
 
 
 @pytest.fixture
@@ -165,6 +168,14 @@ def test_the_last_process_that_takes_a_seat_has_its_line(keeper, address):
             assert is_present(watch.files[1], first.number)
         ranks[1].close()
         assert not is_present(watch.files[1], first.number)
+
+
+def test_a_pool_that_a_worker_has_joined_is_taken_at_its_meeting(keeper, address):
+    pool = NodePool(keeper.address, model="m", revision="1", connect_seconds=PATIENCE)
+    with closing(JoinedPool.join(pool, CHUNK_BYTES, Namespace((("revision", "1"),)), PLANNER)) as joined:
+        joined.give(address)
+        with closing(pool.taken(address)) as taken:
+            assert (taken.num_slots, taken.num_bytes) == (32, 32 * CHUNK_BYTES)
 
 
 def test_a_seat_is_offered_until_it_is_closed(keeper, address):
