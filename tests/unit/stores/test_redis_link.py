@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -11,7 +12,7 @@ from cpu_prefix_cache.stores import redis_link
 from cpu_prefix_cache.stores.redis_link import Link
 from cpu_prefix_cache.stores.redis_store import RedisStore
 from cpu_prefix_cache.stores.redis_url import parse_redis_url
-from tests.stores.liars import Liar
+from tests.stores.liars import LIES, Liar
 
 SECONDS = 60.0  # longer than any of these tests
 
@@ -129,6 +130,20 @@ def test_calls_one_after_another_use_one_connection():
 def test_calls_of_no_keys_have_no_answers():
     with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store:
         assert store.exists([], SECONDS) == store.get_into([], [], SECONDS) == store.put_from([], [], SECONDS) == []
+
+
+def test_close_ends_a_call_that_waits_for_the_server(monkeypatch):
+    asked = threading.Event()
+    monkeypatch.setitem(LIES, "nothing yet", lambda connection, words: asked.set())
+    with closing(Liar()) as liar, closing(RedisStore(liar.url())) as store, ThreadPoolExecutor(1) as threads:
+        liar.begin("nothing yet")
+        call = threads.submit(store.exists, ["key"], SECONDS)
+        assert asked.wait(SECONDS)
+        store.close()
+        with pytest.raises(ConnectionError):
+            call.result(SECONDS / 2)
+        with pytest.raises(ConnectionError, match="closed"):
+            store.exists(["key"], SECONDS)
 
 
 def test_a_call_that_fails_ends_the_connections_that_wait_too():
