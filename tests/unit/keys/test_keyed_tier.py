@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import itertools
 import random
+import time
 from threading import Semaphore
 
 import pytest
@@ -57,6 +59,21 @@ def test_prompts_that_left_the_host_come_back_from_the_files(tmp_path):
     put_all(engine)
     check_that_all_come_back(engine, ELSEWHERE)
     assert engine.host.statistics().tier.cache.chunks_loaded > 20, "nothing came from the files: this compares nothing"
+    engine.host.close()
+
+
+def test_the_host_declines_nothing(tmp_path):
+    """Chunks that it declines would never reach the tier. Without one `adaptive` declines most of these strangers."""
+    engine, residents, strangers = engine_above(tmp_path, policy="adaptive"), PROMPTS[:2], keys("stranger", *range(99))
+    for prompt in residents:
+        engine.put(prompt, BLOCKS)
+        settle(engine)
+    pool, now = engine.host.cache.pool, time.monotonic()
+    for at in range(40):
+        for key in itertools.chain(*residents):
+            pool.touch(pool.find(key), [key], now + 3.0 * at)
+    pool.touch(None, strangers, now + 118.0)
+    assert pool.choose(pool.root, strangers) == len(strangers)
     engine.host.close()
 
 
