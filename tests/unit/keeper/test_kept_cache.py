@@ -381,6 +381,23 @@ def test_chunks_behind_those_that_were_granted_are_taken_at_the_end_of_their_req
     assert plan.copies[0].host_blocks == (2, 3) and engine.reports(plan.id).numbers == (2, False)
 
 
+def test_chunks_of_two_slots_behind_those_that_were_granted_are_taken_at_the_end_of_their_request():
+    groups = [PrefixGroup(name=name, block_tokens=GRID, block_bytes=64) for name in ("full", "other")]
+    planner, line = HybridChunkPlanner(groups, max_model_len=64), Line()
+    device = PoolSlots(planner, 12)
+    cache = KeptCache(planner, device.device, line, ready_slots=SLOTS)
+    cache.admit(Request("r", KEYS, 4 * GRID), 0, 0)
+    device.pool.commit(device.pool.allocate(4), KEYS, device.pool.root, device.pool.touch(None))
+    cache.computed("r", 4 * GRID)
+    line.answer(Kind.TOOK, False, 0, 4, 0, 1, 2, 3)
+    cache.passed(0.0)
+    (plan,) = cache.step().transfers
+    cache.report(RankReport(0, done=frozenset({plan.id})))
+    assert line.sent[-1].kind is Kind.COMMIT and line.sent[-1].numbers == (2, False)
+    cache.finished("r", 4 * GRID)
+    assert line.sent[-1].kind is Kind.TAKE and line.sent[-1].keys == tuple(KEYS)
+
+
 def test_a_drafter_that_looks_ahead_is_refused():
     with pytest.raises(ConfigurationError, match="knows no drafter"):
         Engine(lookahead=GRID)
