@@ -427,8 +427,9 @@ def test_a_hit_that_needs_chunks_beyond_it_is_promoted_with_them():
     assert engine.asks_as("r", "abcdefgh") == Hit(3 * GRID) and engine.seen.late == 0
 
 
-def test_a_prompt_larger_than_the_share_is_promoted_in_part():
-    engine = Tiered(host=16)
+@pytest.mark.parametrize("groups", [[FULL], [FULL, replace(FULL, name="other")]], ids=["a block to a chunk", "two"])
+def test_a_prompt_larger_than_the_share_is_promoted_in_part(groups):
+    engine = Tiered(*groups, host=16 * len(groups))
     engine.tier_has("abcdefgh")
     engine.host_has("ab")
     engine.asks_as("r", "abcdefgh")
