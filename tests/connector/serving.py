@@ -8,7 +8,7 @@ import torch
 from connector.transformers import HostPrefixCache, ModelPast
 from cpu_prefix_cache.deciding import HybridChunkPlanner
 from random_models import WINDOW, build_family
-from tests.connector.running import BLOCK, DEVICE, document, error
+from tests.connector.running import BLOCK, DEVICE, HIDDEN, document, error
 
 # In deviations of the logits. Measured 2e-6 and 4e-2.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
@@ -20,7 +20,7 @@ FILLERS = 4  # prompts that take more than the device has; what they leave on it
 @cache
 def model(family, window=WINDOW, dtype=torch.float32):
     torch.set_num_threads(1)
-    return build_family(family, hidden=32, layers=2, window=window).to(DEVICE, dtype)
+    return build_family(family, hidden=HIDDEN, layers=2, window=window).to(DEVICE, dtype)
 
 
 def planner_of(of, block_tokens=BLOCK):

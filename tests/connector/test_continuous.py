@@ -20,6 +20,7 @@ from cpu_prefix_cache import OFFLOAD_MODES, ConfigurationError
 from cpu_prefix_cache.testing import CorruptingCopier, FailingCopier
 from random_models import VOCABULARY, build_family
 from tests.connector.running import DEVICE as ON
+from tests.connector.running import HIDDEN
 from tests.support.host_options import with_options
 from tests.support.troubled_copiers import FailingLoads
 
@@ -35,7 +36,7 @@ modes = pytest.mark.parametrize("mode", OFFLOAD_MODES)
 @cache
 def model(family="llama", seed=0):
     torch.set_num_threads(1)
-    return build_family(family, hidden=32, layers=2, window=32, seed=seed).to(ON)
+    return build_family(family, hidden=HIDDEN, layers=2, window=32, seed=seed).to(ON)
 
 
 def document(seed, length=100):
@@ -262,7 +263,7 @@ def test_after_a_failed_load_the_prompt_is_computed():
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["", "control: not looked at"])
 def test_weights_that_have_changed(is_seen, monkeypatch):
-    of, prompts = build_family("llama", hidden=32, layers=2, window=32), documents(4)
+    of, prompts = build_family("llama", hidden=HIDDEN, layers=2, window=32), documents(4)
     with serving(of) as server:
         server.ask_each(prompts)
         of.load_state_dict(model(seed=1).state_dict())
@@ -302,7 +303,7 @@ def test_an_engine_that_shares_no_prefixes_is_refused(family, options):
 
 def test_a_manager_that_is_refused_is_not_kept_on_its_model():
     """`generate_batch` would take it for the next batch, whatever that one is given."""
-    of = build_family("llama", hidden=32, layers=2, window=32)
+    of = build_family("llama", hidden=HIDDEN, layers=2, window=32)
     with pytest.raises(ConfigurationError, match="HostPrefixCache"):
         ContinuousPrefixCache(new_manager(of, allow_block_sharing=False), host_bytes="4MiB")
     assert "_cached_continuous_batching_manager" not in vars(of)

@@ -21,7 +21,7 @@ from connector.transformers import HostPrefixCache, ModelPast, Past, PromptRefus
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.testing import CorruptingCopier
 from random_models import FAMILIES, build_family
-from tests.connector.running import BLOCK, DEVICE, apart, document, error, last_boundary
+from tests.connector.running import BLOCK, DEVICE, HIDDEN, apart, document, error, last_boundary
 
 TOLERANCE = 1e-4
 LONGEST = 140
@@ -34,7 +34,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 @cache
 def model(family):
     torch.set_num_threads(1)
-    return build_family(family, hidden=32, layers=2, window=32).to(DEVICE)
+    return build_family(family, hidden=HIDDEN, layers=2, window=32).to(DEVICE)
 
 
 def cache_of(family, wrap_copier=None, blocks=None):
@@ -131,7 +131,7 @@ REPEATED_STATES = ["qwen3_next", "falcon_h1"]  # `generate` repeats and exchange
 DRAFTS = {
     "of the prompt": lambda family: dict(prompt_lookup_num_tokens=3),
     "of an assistant": lambda family: dict(
-        assistant_model=build_family(family, hidden=32, layers=2, window=32, seed=1)
+        assistant_model=build_family(family, hidden=HIDDEN, layers=2, window=32, seed=1)
     ),
     "all right": lambda family: dict(assistant_model=model(family)),
 }
@@ -374,7 +374,7 @@ def test_a_past_that_nobody_used_keeps_nothing():
 
 def test_other_weights_find_nothing(caplog):
     prompt = document(1, 90)
-    changed = build_family("llama", hidden=32, layers=2, window=32).to(DEVICE)
+    changed = build_family("llama", hidden=HIDDEN, layers=2, window=32).to(DEVICE)
     with HostPrefixCache(changed, host_bytes="8MiB", max_model_len=512) as cache:
         for hit in (0, 80):
             with cache.past(prompt) as past:
@@ -506,7 +506,7 @@ def test_an_interrupt_before_a_past_is_handed_out_leaves_nothing_behind(family):
 
 
 def test_weights_that_change_inside_are_not_kept():
-    prompt, other = document(1, 90), build_family("llama", hidden=32, layers=2, window=32).to(DEVICE)
+    prompt, other = document(1, 90), build_family("llama", hidden=HIDDEN, layers=2, window=32).to(DEVICE)
     with HostPrefixCache(other, host_bytes="8MiB", max_model_len=512) as cache:
         with cache.past(prompt) as past:
             with torch.no_grad():
@@ -518,7 +518,7 @@ def test_weights_that_change_inside_are_not_kept():
 
 @pytest.mark.parametrize("mode", ["weights", "training"])
 def test_a_past_of_other_weights_is_not_continued(mode):
-    prompt, other = document(1, 90), build_family("llama", hidden=32, layers=2, window=32).to(DEVICE)
+    prompt, other = document(1, 90), build_family("llama", hidden=HIDDEN, layers=2, window=32).to(DEVICE)
     with HostPrefixCache(other, host_bytes="8MiB", max_model_len=512) as cache:
         with cache.past(prompt) as past:
             other.generate(row(prompt), past_key_values=past, **GREEDY)
@@ -574,7 +574,7 @@ def test_all_tokens_behind_a_past_that_has_some_are_refused():
 
 
 def test_a_model_on_several_devices_is_refused():
-    split = build_family("llama", hidden=32, layers=2, window=32).to(DEVICE)
+    split = build_family("llama", hidden=HIDDEN, layers=2, window=32).to(DEVICE)
     split.lm_head.to("meta")
     with pytest.raises(ConfigurationError, match="several devices"):
         HostPrefixCache(split, host_bytes="8MiB")
