@@ -299,7 +299,7 @@ def test_drafts_behind_others_than_the_past_is_of_are_refused():
 def test_a_whole_prompt_behind_a_past_without_drafts_is_refused(monkeypatch):
     monkeypatch.setattr(Past, "activate_past_recording", DynamicCache.activate_past_recording)
     prompt, drafts = document(1, 100), DRAFTS["of the prompt"]("llama")
-    with hit_of("llama", prompt) as cache, pytest.raises(MisuseError, match="the model is given 10"):
+    with hit_of("llama", prompt) as cache, pytest.raises(MisuseError, match="behind 96 tokens of 100"):
         both_ways(cache, "llama", prompt, max_new_tokens=12, **drafts)
 
 
@@ -568,9 +568,30 @@ def test_a_model_that_keeps_no_past_is_refused_in_its_first_answer(family, monke
 
 def test_all_tokens_behind_a_past_that_has_some_are_refused():
     prompt = document(1, 90)
-    refused = pytest.raises(MisuseError, match="has the first 80 of 90 tokens, and the model is given 90")
+    refused = pytest.raises(MisuseError, match="behind 80 tokens of 90 the model is given others")
     with hit_of("llama", prompt) as cache, torch.no_grad(), cache.past(prompt) as past, refused:
         cache.model(row(prompt), past_key_values=past)
+
+
+def embeddings(prompt):
+    return model("llama"), dict(inputs_embeds=model("llama").get_input_embeddings()(row(prompt)))
+
+
+def another_model(prompt):
+    return build_family("llama", hidden=HIDDEN, layers=2, window=32, seed=1).to(DEVICE), dict(input_ids=row(prompt))
+
+
+@pytest.mark.parametrize("given", [embeddings, another_model])
+@pytest.mark.parametrize("hits", [False, True])
+def test_tokens_that_nobody_compares_are_refused(given, hits):
+    """They would be kept under the key of those that the past was made for."""
+    prompt = document(1, 90)
+    of, inputs = given(prompt)
+    with hit_of("llama", prompt) if hits else cache_of("llama") as cache:
+        with pytest.raises(MisuseError, match="`input_ids` of its prompt"), cache.past(row(prompt)) as past:
+            of.generate(**inputs, past_key_values=past, **GREEDY)
+        assert bool(asked_right(cache, "llama", prompt).hit_tokens) is hits
+        check_at_rest(cache)
 
 
 def test_a_model_on_several_devices_is_refused():
@@ -586,13 +607,13 @@ def test_other_tokens_of_the_same_number_are_refused(family):
     prompt, other = document(1, 90), document(2, 90)
     with cache_of(family) as cache:
         for answers in (1, 2):
-            refused = pytest.raises(MisuseError, match=r"behind \d+ tokens the model is given others")
+            refused = pytest.raises(MisuseError, match=r"behind \d+ tokens of 90 the model is given others")
             with refused, cache.past(row(prompt)) as past:
                 generated(family, other, past_key_values=past, num_return_sequences=answers, num_beams=answers)
         asked_right(cache, family, prompt)
         check_at_rest(cache)
     with hit_of(family, prompt) as cache:
-        refused = pytest.raises(MisuseError, match=r"behind 8[09] tokens the model is given others")
+        refused = pytest.raises(MisuseError, match=r"behind 8[09] tokens of 90 the model is given others")
         with refused, cache.past(row(prompt)) as past:
             generated(family, [*prompt[:85], *other[85:]], past_key_values=past)
         check_at_rest(cache)

@@ -44,8 +44,8 @@ class Past(DynamicCache):
         self._pads = [0]  # columns of padding before each prompt
         self._checks_drafts = False
         self._memory: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # of a layer: its K; K and V with room
-        # Once handed out, until the model goes on: called with how many tokens are here, and how many come.
-        self.goes_on: Callable[[int, int], object] | None = None
+        # Once handed out, until the model goes on: called with how many tokens are here.
+        self.goes_on: Callable[[int], object] | None = None
         self._empty()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Past":
@@ -104,18 +104,12 @@ class Past(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.begin_behind(key_states.shape[-2])
-        self.goes_on = None
-        self.repeat(len(key_states))
+        if self.goes_on is not None:
+            raise MisuseError("a past goes on with the `input_ids` of its prompt, in the model that it was made for")
         if (appended := self._append(layer_idx, key_states, value_states)) is not None:
             return appended
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
-
-    def begin_behind(self, tokens: int) -> None:
-        """So many tokens come behind, perhaps as the first."""
-        if self.goes_on is not None:
-            self.goes_on(self.get_seq_length(), tokens)
 
     def repeat(self, rows: int) -> None:
         """`generate` makes several answers of each row: what is here is the beginning of each."""
@@ -131,12 +125,13 @@ class Past(DynamicCache):
         """These tokens, [rows, tokens], come behind those of them that have begun. Raise MisuseError if they are not
         those of the prompts, or if their positions are within the prompts, which are here already.
         """
-        (rows, tokens), begun = ids.shape, self.begun(ids)
-        if self.inputs and self.goes_on is None and not self.get_seq_length():  # not the first, and none are here
+        (rows, tokens), held, begun = ids.shape, self.get_seq_length(), self.begun(ids)
+        if self.goes_on is not None:
+            self.goes_on(held)
+        elif self.inputs and not held:  # not the first, and none are here
             raise MisuseError(KEEPS_NONE)
-        self.begin_behind(self.inputs["input_ids"].shape[1] - begun if begun else tokens)
         if self.inputs:
-            self._check(ids, self.get_seq_length() - begun, positions)
+            self._check(ids, held - begun, positions)
         self.goes_on = None  # behind what may refuse these tokens: others may follow
         self.repeat(rows)
         self._count(tokens - begun)
@@ -144,9 +139,12 @@ class Past(DynamicCache):
     def _check(self, ids: torch.Tensor, begin: int, positions: torch.Tensor | None) -> None:
         (rows, tokens), prompts = ids.shape, self.inputs["input_ids"]
         wanted = prompts[:, begin : begin + tokens]
-        if wanted.numel() and not ids[:, : wanted.shape[1]].equal(wanted.repeat_interleave(rows // len(wanted), 0)):
+        is_more = self.goes_on is not None and begin > 0 and tokens > wanted.shape[1]
+        given = ids[:, : wanted.shape[1]]
+        if is_more or (wanted.numel() and not given.equal(wanted.repeat_interleave(rows // len(wanted), 0))):
             raise MisuseError(
-                f"behind {begin} tokens the model is given others than the past is of: give `past.inputs`"
+                f"behind {begin} tokens of {prompts.shape[1]} the model is given others than the past is of: give "
+                "`past.inputs`"
             )
         if not wanted.numel() and tokens > 1 and positions is not None and self._are_of_prompts(positions):
             raise MisuseError(

@@ -11,6 +11,7 @@ Device blocks are held while something is copied, not while a model computes. Th
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -116,7 +117,8 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         self._host.prepare()
         while (opening := self._host.statistics().tier) is not None and opening.state == "opening":
             copy_all(self._host)  # so that the first prompt finds all that the tier has from before
-        self._hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
+        hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
+        weakref.finalize(self, hook.remove)  # not at `close`: a past may be open
         self._lock = threading.RLock()
         self._look_at_weights()
         self._resets, self._dtype, self._is_closed = 0, self._computes_in(), False
@@ -189,7 +191,6 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             if self._is_closed:
                 return
             self._is_closed = True
-            self._hook.remove()
             try:
                 self._host.close()
             finally:
@@ -258,9 +259,8 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             prompt.is_running = False
             copy_all(self._host)
 
-    def _goes_on(self, prompts: Sequence[Prompt], begun: int, tokens: int) -> None:
-        """The model goes on with so many tokens behind the past."""
-        columns = prompts[0].pad + len(prompts[0].tokens)
+    def _goes_on(self, prompts: Sequence[Prompt], begun: int) -> None:
+        """The model goes on behind so many tokens of the past."""
         with self._lock:
             if not self._is_closed:
                 self._weights.follow()  # they may be others for the length of `generate` alone
@@ -268,11 +268,6 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             if begun and prompts[0].resets != self._resets:
                 change = "other weights or adapters or in another mode: the cache was reset since it was handed out"
                 raise MisuseError(f"what this past holds was computed by {change}")
-        if begun and tokens > columns - begun:
-            raise MisuseError(
-                f"the past has the first {begun} of {columns} tokens, and the model is given {tokens}: give "
-                "those behind it, as `generate` does"
-            )
 
     def _settle(self) -> None:
         """Blocks may be copied by another thread next, in another stream of the device."""
