@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from functools import cache
 
 import pytest
@@ -101,6 +102,18 @@ def test_a_cache_that_turns_off_leaves_the_files_to_the_next_engine(tmp_path, mo
         found.append(seen.found)
         engine.host.close()
     assert found[2] >= found[1] > HOST_BLOCKS and seen.hit_tokens > found[2] * BLOCK_TOKENS / 2
+
+
+@pytest.mark.parametrize("has_tier", [True, False])
+def test_a_closed_cache_that_is_kept_has_given_its_region_back(tmp_path, has_tier):
+    engine = engine_with(tier(tmp_path) if has_tier else None)
+    serve(engine, number=3)
+    region = weakref.ref(engine.host._arena.blocks.untyped_storage())
+    assert region() is not None
+    engine.host.close()
+    assert region() is None
+    statistics = engine.host.statistics()
+    assert statistics.host_bytes > 0 and (statistics.tier is not None) is has_tier
 
 
 def test_chunks_that_only_the_host_has_are_written_at_the_end(tmp_path):

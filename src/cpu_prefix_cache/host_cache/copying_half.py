@@ -84,6 +84,7 @@ class CopyingHalf:
 
     def _close(self) -> None:
         self._worker.close()
+        del self._worker, self._copier  # which have views of the region
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from cpu_prefix_cache.kv_layout import KVGroup
     from cpu_prefix_cache.slab.namespace import Namespace, Value
+    from cpu_prefix_cache.slab.tier_copier import SlotStatistics
 
 NAP_SECONDS = 0.002
 
@@ -44,6 +45,7 @@ class TierBelow:
         self._above = cache
         self._rank = below.opening(namespace, region, cache.planner.pieces, RankPart(cache.below.pool.capacity))
         self._flush_seconds = below.flush_seconds
+        self._last: SlotStatistics | None = None  # of a closed rank
         self.report()  # the first request may need chunks from before
 
     def run(self) -> None:
@@ -60,7 +62,8 @@ class TierBelow:
         self._above.report_below(self._rank.report())
 
     def statistics(self) -> TierStatistics:
-        return self._rank.statistics().added_to(self._above.tier_statistics())
+        of_rank = self._rank.statistics() if self._last is None else self._last
+        return of_rank.added_to(self._above.tier_statistics())
 
     def drain(self) -> None:
         self._rank.drain()
@@ -75,7 +78,10 @@ class TierBelow:
 
     def close(self) -> None:
         """End the threads, and let others have the files."""
-        self._rank.close()
+        if self._last is None:
+            self._rank.close()
+            self._last = self._rank.statistics()
+            del self._rank  # which has views of the region
 
 
 def options_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> TierOptions:

@@ -1,5 +1,6 @@
 """An engine with an index of its own puts blocks by keys, looks them up and loads them: stories with real bytes."""
 
+import weakref
 from collections import deque
 
 import pytest
@@ -546,7 +547,9 @@ def test_keys_of_one_cache_have_one_length(odd):
 
 def test_a_closed_cache_is_not_used():
     with KeyedEngine(["attention"]).host as host:
-        pass
+        region = weakref.ref(host._arena.blocks.untyped_storage())
+        assert region() is not None
+    assert region() is None
     with pytest.raises(MisuseError, match="was closed"):
         host.lookup(PROMPT)
     host.close()
