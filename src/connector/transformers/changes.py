@@ -30,7 +30,7 @@ class Weights:
 
     def __init__(self, model: PreTrainedModel, reset: Callable[[], object]) -> None:
         self._model, self._reset = model, reset
-        self._seen = self._look()
+        self.look()
 
     def follow(self) -> None:
         """The weights may have changed since the last call."""
@@ -39,16 +39,16 @@ class Weights:
             return
         logger.warning("the model has other weights than at the last answer: nothing cached before is used")
         self._reset()
-        self._seen = self._look()  # not before: a reset that fails is tried again
+        self.look()  # not before: a reset that fails is tried again
 
-    def _look(self) -> tuple[list[object], Samples, list[torch.Tensor]]:
-        """Where all weights are, views of a sample of each, which are made once, and their values."""
+    def look(self) -> None:
+        """Note where all weights are, views of a sample of each, which are made once, and their values."""
         places, tensors = _places(self._model)
         samples: Samples = defaultdict(list)
         for tensor in tensors:
             if tensor.numel() and not tensor.is_meta:
                 samples[tensor.device, tensor.dtype].append(_sample(tensor))
-        return places, samples, _values(samples)
+        self._seen = places, samples, _values(samples)
 
 
 @torch.inference_mode()

@@ -120,7 +120,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
         weakref.finalize(self, hook.remove)  # not at `close`: a past may be open
         self._lock = threading.RLock()
-        self._look_at_weights()
+        self._weights = Weights(model, self.reset)
         self._resets, self._dtype, self._is_closed = 0, self._computes_in(), False
         self._last_statistics: HostStatistics | None = None  # of a closed one
 
@@ -175,7 +175,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             self._check_open()
             revision = renewed(self.model, self._revisions) if self._revisions else None
             self.forget_device()
-            self._look_at_weights()
+            self._weights.look()
             self._host.reset(revision)
 
     def forget_device(self) -> None:
@@ -356,9 +356,6 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             self._keep(past, row, place, full)
         self._report(prompt, full)
 
-    def _look_at_weights(self) -> None:
-        self._weights, self._weights_dtype = Weights(self.model, self.reset), self.model.dtype
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise MisuseError("the cache is closed: make another one")
@@ -369,7 +366,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
 
     def _computes_in(self) -> torch.dtype:
         kind = self._past.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._weights_dtype
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
 
 
 def _no_room(n0: int, boundary: int) -> None:
