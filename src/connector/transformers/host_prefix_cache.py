@@ -122,7 +122,6 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         self._lock = threading.RLock()
         self._weights = Weights(model, self.reset)
         self._resets, self._dtype, self._is_closed = 0, self._computes_in(), False
-        self._last_statistics: HostStatistics | None = None  # of a closed one
 
     @contextmanager
     def past(
@@ -167,7 +166,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
 
     def statistics(self) -> HostStatistics:
         with self._lock:
-            return self._last_statistics or self._host.statistics()
+            return self._host.statistics()
 
     def reset(self) -> None:
         """Nothing cached before now is used again. New weights need no call: they are noticed (changes.py)."""
@@ -194,9 +193,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             try:
                 self._host.close()
             finally:
-                self._last_statistics = self._host.statistics()
-                del self._host  # which has views of the device's blocks
-                self._kv.release()
+                self._kv.region = self._kv.region.new_empty(0)
 
     __exit__ = close
 

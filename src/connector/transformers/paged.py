@@ -76,10 +76,6 @@ class PagedPast(TakenCheckpoints):
             if blocks is not None:
                 self._write(blocks, self._past.kept[at.group], state, at.chunk * self._block_tokens)
 
-    def release(self) -> None:
-        """Give the memory of the pool back. Nothing can be read or written any more."""
-        self.region = self.region.new_empty(0)
-
     def _write(self, blocks: Sequence[int], kept: Kept, past: Past, first: int, row: int = 0) -> None:
         """Copy what a past has from token `first` on to these blocks. The rest of the last of a piece is zeroed."""
         places = self._places(blocks)
