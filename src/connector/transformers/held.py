@@ -11,7 +11,7 @@ attention mask of the batch hides. Beams and candidates, which `generate` makes 
 import copy
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,22 +85,6 @@ class Past(DynamicCache):
         self._checks_drafts = True
         super().activate_past_recording()
 
-    def begun(self, ids: torch.Tensor) -> int:
-        """How many of these tokens are here: transformers (5.19 to 5.24) gives the whole prompt with first drafts."""
-        is_first = self._checks_drafts and self.goes_on is not None
-        return self.get_seq_length() if is_first and ids.shape[1] >= self.inputs["input_ids"].shape[1] else 0
-
-    def begin_anew(self) -> None:
-        """Forget all tokens, before the first drafts are checked. Raises MisuseError where `inputs` lack some."""
-        if self.leaves_out:
-            raise MisuseError(
-                "with drafts the prompt would be computed anew for the attentions or hidden states of all its tokens, "
-                "and `past.inputs` lack its images: generate without drafts, without these outputs or without a past"
-            )
-        logger.warning("the prompt is computed anew: attentions or hidden states of all its tokens are asked for")
-        self._empty()
-        super().activate_past_recording()
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,20 +105,38 @@ class Past(DynamicCache):
                 put(layer, key, tensor.repeat_interleave(times, dim=0))
         self._rows = rows
 
-    def go_on(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """These tokens, [rows, tokens], come behind those of them that have begun. Raise MisuseError if they are not
+    def go_on(self, ids: torch.Tensor, options: Mapping[str, Any]) -> int:
+        """The model is called with these tokens, [rows, tokens], and other `options`. Returns how many of them are
+        here: transformers (5.19 to 5.24) gives the whole prompt with first drafts. Raises MisuseError if they are not
         those of the prompts, or if their positions are within the prompts, which are here already.
         """
-        (rows, tokens), held, begun = ids.shape, self.get_seq_length(), self.begun(ids)
+        (rows, tokens), held = ids.shape, self.get_seq_length()
+        is_whole = self._checks_drafts and self.goes_on is not None and tokens >= self.inputs["input_ids"].shape[1]
+        if is_whole and held and any(options.get(name) for name in OF_ALL_TOKENS):
+            self._begin_anew()
+            held = 0
         if self.goes_on is not None:
             self.goes_on(held)
         elif self.inputs and not held:  # not the first, and none are here
             raise MisuseError(KEEPS_NONE)
+        begun = held if is_whole else 0
         if self.inputs:
-            self._check(ids, held - begun, positions)
+            self._check(ids, held - begun, options.get("position_ids"))
         self.goes_on = None  # behind what may refuse these tokens: others may follow
         self.repeat(rows)
         self._count(tokens - begun)
+        return begun
+
+    def _begin_anew(self) -> None:
+        """Forget all tokens, before the first drafts are checked. Raises MisuseError where `inputs` lack some."""
+        if self.leaves_out:
+            raise MisuseError(
+                "with drafts the prompt would be computed anew for the attentions or hidden states of all its tokens, "
+                "and `past.inputs` lack its images: generate without drafts, without these outputs or without a past"
+            )
+        logger.warning("the prompt is computed anew: attentions or hidden states of all its tokens are asked for")
+        self._empty()
+        super().activate_past_recording()
 
     def _check(self, ids: torch.Tensor, begin: int, positions: torch.Tensor | None) -> None:
         (rows, tokens), prompts = ids.shape, self.inputs["input_ids"]
@@ -264,11 +266,7 @@ def before_forward(
     ids = arguments[0] if arguments else options.get("input_ids")
     if past is None or past.kept is not kept or ids is None:
         return None
-    if past.begun(ids) and any(options.get(name) for name in OF_ALL_TOKENS):
-        past.begin_anew()
-    begun = past.begun(ids)
-    past.go_on(ids, options.get("position_ids"))
-    if not begun:
+    if not (begun := past.go_on(ids, options)):
         return None
     behind = {name: options[name][..., begun:] for name in BY_TOKEN if options.get(name) is not None}
     return tuple(each[:, begun:] if each is ids else each for each in arguments), {**options, **behind}
