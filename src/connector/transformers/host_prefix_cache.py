@@ -120,7 +120,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
         hook = model.register_forward_pre_hook(partial(before_forward, self._past), with_kwargs=True)
         weakref.finalize(self, hook.remove)  # not at `close`: a past may be open
         self._lock = threading.RLock()
-        self._weights = Weights(model, self.reset)
+        self._weights, self._weights_dtype = Weights(model, self.reset), model.dtype
         self._resets, self._dtype, self._is_closed = 0, self._computes_in(), False
 
     @contextmanager
@@ -175,6 +175,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
             revision = renewed(self.model, self._revisions) if self._revisions else None
             self.forget_device()
             self._weights.look()
+            self._weights_dtype = self.model.dtype
             self._host.reset(revision)
 
     def forget_device(self) -> None:
@@ -363,7 +364,7 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
 
     def _computes_in(self) -> torch.dtype:
         kind = self._past.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.model.dtype
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._weights_dtype
 
 
 def _no_room(n0: int, boundary: int) -> None:
