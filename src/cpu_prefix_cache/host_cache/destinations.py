@@ -5,13 +5,14 @@ Whatever they are, they would be held and written to. So their numbers are check
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
 from cpu_prefix_cache.messages.errors import MisuseError
-from cpu_prefix_cache.messages.numbers import Array, is_integer
+from cpu_prefix_cache.messages.numbers import is_integer, numbers
 from cpu_prefix_cache.messages.request import Hit
 from cpu_prefix_cache.offload.device import Device
 from cpu_prefix_cache.prefix_cache import CPUPrefixCache
@@ -86,12 +87,9 @@ class Destinations:
 
 
 def _listed(given: Any) -> list[Any]:
-    if isinstance(given, list):
-        return given
-    try:
-        listed = given.tolist() if isinstance(given, Array) else list(given)
-    except TypeError:
-        listed = None
+    listed: object = None
+    with suppress(TypeError):
+        listed = numbers(given)
     if not isinstance(listed, list):
         raise MisuseError(f"blocks are given as a list, a tensor or an array of their numbers, got {given!r}")
     return listed
