@@ -30,7 +30,6 @@ from benchmarks.common import environment, keeper, percentile
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.protocol import (
     ANSWERS,
-    KEY_BYTES,
     NAMESPACE_BYTES,
     NOBODY,
     Kind,
@@ -39,6 +38,7 @@ from cpu_prefix_cache.keeper.protocol import (
     encoded,
 )
 from cpu_prefix_cache.keeper.shape import spelled
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
 MICRO = 1e6
 BAR = 200

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 from benchmarks.common import environment
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.keeper import Keeper
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 from cpu_prefix_cache.tools.replay.prefill_work import Work
 from cpu_prefix_cache.tools.replay.traces import Trace, TraceRequest, read_traces
 

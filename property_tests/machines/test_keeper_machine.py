@@ -21,8 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cpu_prefix_cache.deciding import ChunkLocalGroup, HybridChunkPlanner, PrefixGroup, StateGroup, WindowGroup
 from cpu_prefix_cache.keeper.keeper import Keeper
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, RECORD, Records, records_bytes
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
 ENGINES = range(1, 5)
 NAMESPACES = [bytes([number]) * NAMESPACE_BYTES for number in (1, 2)]

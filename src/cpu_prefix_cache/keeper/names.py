@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
 _NAME = struct.Struct(f"{KEY_BYTES}s")
 

@@ -33,13 +33,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from cpu_prefix_cache.messages.errors import PrefixCacheError
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
 VERSION = 4
 HEADER = struct.Struct("=IBBHQII")
 NUMBER_BYTES = 8
 MOST_BYTES = 64 << 20  # of a message: keys of two million chunks
 NAMESPACE_BYTES = 16
-KEY_BYTES = 32  # rule 14: keys lead to bytes of other processes
 NOBODY = 0  # no engine has this number
 NUM_COUNTED = 9  # numbers of a `counted`
 MICROSECOND = 1e-6

@@ -9,8 +9,8 @@ So whoever ends the keeper at any moment leaves a record behind only where the b
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, cast
 
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES
 from cpu_prefix_cache.keeper.records import CHUNK, Records
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 from cpu_prefix_cache.offload.chain import Chain
 from cpu_prefix_cache.offload.device import PooledDevice
 from cpu_prefix_cache.offload.edge import Edge

@@ -22,9 +22,8 @@ from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
 
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES
 from cpu_prefix_cache.messages.plan import Label
-from cpu_prefix_cache.messages.tier import Found
+from cpu_prefix_cache.messages.tier import KEY_BYTES, Found
 
 RECORD = struct.Struct(f"=IHHIQ{KEY_BYTES}s{KEY_BYTES}s")
 HEADER = struct.Struct("=16sQQ")

@@ -10,12 +10,12 @@ import pytest
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup
 from cpu_prefix_cache.keeper.answers import NOTHING
 from cpu_prefix_cache.keeper.names import named
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import Records, records_bytes
 from cpu_prefix_cache.keeper.tiered_keeper import TieredKeeper
 from cpu_prefix_cache.messages.plan import RankReport
 from cpu_prefix_cache.messages.request import Pending
-from cpu_prefix_cache.messages.tier import TierOptions, TierReport, Told
+from cpu_prefix_cache.messages.tier import KEY_BYTES, TierOptions, TierReport, Told
 
 SLOTS, BLOCK, ASK_SECONDS = 32, 64, 0.02
 NAMESPACE, ENGINE = b"n" * NAMESPACE_BYTES, 1

@@ -14,8 +14,9 @@ from cpu_prefix_cache.keeper.answers import Granted
 from cpu_prefix_cache.keeper.fair_lru import MOST_ENGINES
 from cpu_prefix_cache.keeper.keeper import Keeper
 from cpu_prefix_cache.keeper.names import named
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.records import HEADER_BYTES, MAGIC, RECORD, Records, records_bytes
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 
 FULL = HybridChunkPlanner([PrefixGroup(name="full", block_tokens=4, block_bytes=64)], max_model_len=64)
 STATE = StateGroup(name="state", block_tokens=4, block_bytes=64)

@@ -8,9 +8,10 @@ from cpu_prefix_cache import ConfigurationError, Hit, Miss, Pending
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, RankReport, Request, WindowGroup
 from cpu_prefix_cache.keeper.answers import check_answered
 from cpu_prefix_cache.keeper.kept_cache import KeptCache
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, Kind, Message, ProtocolError
+from cpu_prefix_cache.keeper.protocol import Kind, Message, ProtocolError
 from cpu_prefix_cache.keeper.questions import ASK_SECONDS, PAUSE_SECONDS, UNANSWERED
 from cpu_prefix_cache.keeper.takes import TAKE_SECONDS
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 from cpu_prefix_cache.model.hashing import checkpoint_key
 from cpu_prefix_cache.testing.slots import PoolSlots
 from tests.support.small_engine import SmallEngine

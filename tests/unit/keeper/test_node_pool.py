@@ -22,10 +22,11 @@ from cpu_prefix_cache import ConfigurationError, HostCache, MisuseError, NodePoo
 from cpu_prefix_cache.copier.events import Event
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PooledDevice, PrefixGroup
 from cpu_prefix_cache.keeper import questions
-from cpu_prefix_cache.keeper.protocol import HEADER, KEY_BYTES, VERSION, Kind, Message, ProtocolError, Received, encoded
+from cpu_prefix_cache.keeper.protocol import HEADER, VERSION, Kind, Message, ProtocolError, Received, encoded
 from cpu_prefix_cache.keeper.shape import spelled
 from cpu_prefix_cache.kv_layout import keys_and_values
 from cpu_prefix_cache.memory import shared_file
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node import server as servers
 from cpu_prefix_cache.node.server import Server

@@ -12,10 +12,11 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError, MisuseError
 from cpu_prefix_cache.deciding import HybridChunkPlanner, PrefixGroup, StateGroup
-from cpu_prefix_cache.keeper.protocol import KEY_BYTES, NAMESPACE_BYTES
+from cpu_prefix_cache.keeper.protocol import NAMESPACE_BYTES
 from cpu_prefix_cache.keeper.shape import shared_planner
 from cpu_prefix_cache.keeper.tiered_keeper import ROOM_SECONDS
 from cpu_prefix_cache.messages.request import Pending
+from cpu_prefix_cache.messages.tier import KEY_BYTES
 from cpu_prefix_cache.node import region as regions
 from cpu_prefix_cache.node.pool_tier import PoolTier
 from cpu_prefix_cache.slab.settings import FileTier
