@@ -40,10 +40,6 @@ class FairLru(Lru):
         """From now on this engine uses, and adds."""
         self._ring = self._rings[engine]
 
-    def held(self, engine: int) -> int:
-        """How many chunks are counted for an engine."""
-        return self._rings[engine].size
-
     def evict(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         if cached := self._cached():
             self._capacity = self._num_slots * len(self._forest) // cached

@@ -96,10 +96,6 @@ class Keeper:
             stored=self._stored,
         )
 
-    def held(self, engine: int) -> int:
-        """How many chunks are counted for this engine: it used them last."""
-        return self._policy.held(engine)
-
     # Engines
 
     def recover(self) -> int:

@@ -157,7 +157,7 @@ def test_chunks_that_are_read_count_for_the_engine_of_the_question(tmp_path):
         below.keeper.take(other, 9, KEYS)
         below.keeper.commit(other, 9, 1, False)
         until_so(below, lambda: not below.keeper._promotions.slices)
-        assert (below.keeper.held(ENGINE), below.keeper.held(other)) == (3, 1)
+        assert [below.keeper._policy._rings[engine].size for engine in (ENGINE, other)] == [3, 1]
 
 
 def test_questions_that_wait_cost_nothing_while_nothing_is_read(tmp_path, monkeypatch):
