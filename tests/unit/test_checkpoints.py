@@ -20,6 +20,8 @@ from cpu_prefix_cache.deciding import (
     WindowGroup,
 )
 from cpu_prefix_cache.model.hashing import checkpoint_key
+from cpu_prefix_cache.offload.chain import Chain
+from cpu_prefix_cache.offload.stores import Stop
 from cpu_prefix_cache.pool.checkpoints import PieceNeed
 from cpu_prefix_cache.testing import Engine as SimulatedEngine
 from property_tests.strategies import chain
@@ -322,6 +324,16 @@ def test_a_checkpoint_that_does_not_fit_is_not_stored_and_takes_nothing():
     engine.rests()
     assert engine.host == set() and engine.cache.statistics().pool.free == 4
     assert engine.cache.statistics().store_refusals > 0
+
+
+def test_chunks_are_not_stored_with_a_checkpoint_that_has_left_the_device():
+    """It was there when the store was thought of. Its room on the host would never be written, nor given back."""
+    engine = Engine(FULL, STATE, host=8)
+    engine.fills("ab", 2)
+    stores, pool = engine.cache.edge.stores, engine.cache.pool
+    checkpoint = engine.cache.coordinator.checkpoint_at(chain("ab"), 2)
+    transfer, stop = stores.plan(Chain(None, chain("ab"), checkpoint), pool.touch(None))
+    assert transfer is None and stop is Stop.NOT_ON_DEVICE and pool.statistics().free == 8
 
 
 def test_a_checkpoint_goes_alone_and_its_chunk_after_it():
