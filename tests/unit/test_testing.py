@@ -37,6 +37,20 @@ def test_an_order_may_go_on_from_its_front():
     check_device(lambda: GoesOnFromTheFront(7), examples=50)
 
 
+class GivesDestinationsBackInTheirOrder(SmallEngine):
+    """Destinations of a load that nothing was written to hold nothing, and may wait in any order."""
+
+    def release(self, hold):
+        super().release(hold)
+        empty = [block for block in hold.in_use if block in self.free_blocks and self.keys[block] is None]
+        for at, block in zip(sorted(map(self.free_blocks.index, empty)), reversed(empty), strict=True):
+            self.free_blocks[at] = block
+
+
+def test_blocks_that_hold_nothing_may_wait_in_any_order():
+    check_device(lambda: GivesDestinationsBackInTheirOrder(7), examples=100)
+
+
 def test_blocks_held_while_waiting_come_back_to_their_places():
     engine = SmallEngine(3)
     engine.release(engine.hold([1]))
