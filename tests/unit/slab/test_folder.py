@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import logging
+import mmap
 import os
 import signal
 import subprocess
@@ -378,9 +379,26 @@ class CannotReserve:
 # O_DIRECT
 
 
-def test_real_disks_are_read_directly(letters):
-    if not letters.slab.is_direct:
+def has_o_direct(folder):
+    """Whether a file of the test's own can be read directly there."""
+    (folder / "own").write_bytes(bytes(mmap.PAGESIZE))
+    try:
+        file = os.open(folder / "own", os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            return os.preadv(file, [page], 0) == mmap.PAGESIZE
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def test_real_disks_are_read_directly(letters, tmp_path):
+    if not has_o_direct(tmp_path):
         pytest.skip("the folder of temporary files is on a file system without O_DIRECT")
+    assert letters.slab.is_direct
 
 
 def no_direct(monkeypatch, where):
