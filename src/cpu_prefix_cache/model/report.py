@@ -42,7 +42,24 @@ def advice(planner: HybridChunkPlanner) -> list[str]:
 
 
 def describe(planner: HybridChunkPlanner) -> str:
-    """A table: what every group keeps, and how much of its host memory is empty."""
+    """A table: what every group keeps, and how much of its host memory is empty.
+
+    >>> from cpu_prefix_cache.model.groups import PrefixGroup, StateGroup, WindowGroup
+    >>> planner = HybridChunkPlanner(
+    ...     [
+    ...         PrefixGroup(name="full", block_tokens=16, block_bytes=8_192),
+    ...         WindowGroup(name="window", block_tokens=8, block_bytes=4_096, window_tokens=20),
+    ...         StateGroup(name="state", block_tokens=16, block_bytes=12_288),
+    ...     ],
+    ...     max_model_len=1_024,
+    ... )
+    >>> print(describe(planner))
+    grid 16 tokens; host blocks of 4,096 bytes; waste 0.0%
+    group            kind          piece bytes host blocks            pieces  waste
+    full             prefix              8,192           2         1 a chunk   0.0%
+    window           window              4,096           1    3 a checkpoint   0.0%
+    state            state              12,288           3    1 a checkpoint   0.0%
+    """
     ranks = f" on each of {planner.ranks} ranks" if planner.ranks > 1 else ""
     lines = [
         f"grid {planner.grid_tokens} tokens; host blocks of {planner.lane_bytes:,} bytes{ranks}; "
