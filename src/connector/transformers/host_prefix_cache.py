@@ -59,7 +59,8 @@ class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
                           computed anew each time. Default: the longest prompt's, at most a quarter of `host_bytes`
     offload               lazy or eager. Default: eager above a tier, which a restart finds with the latest prompts then
     policy                one of cpu_prefix_cache.POLICIES
-    max_model_len         the most tokens of a prompt; needed for models without one, like Mamba
+    block_tokens          tokens of a device block, which are found as a whole
+    max_model_len         the most tokens of a prompt; needed for models without one, like Bloom and Mamba
     checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
     below                 a tier for what the host cannot hold (docs/tiers.md)
     codec                 form in which the host keeps bf16 full attention: none or exponent (docs/coded_blocks.md)
