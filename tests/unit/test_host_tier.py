@@ -116,6 +116,22 @@ def test_a_closed_cache_that_is_kept_has_given_its_region_back(tmp_path, has_tie
     assert statistics.host_bytes > 0 and (statistics.tier is not None) is has_tier
 
 
+@pytest.mark.parametrize("has_tier", [True, False])
+def test_a_close_that_was_interrupted_may_be_called_again(tmp_path, monkeypatch, has_tier):
+    engine = engine_with(tier(tmp_path, offload="lazy") if has_tier else None)
+    serve(engine, number=3)
+    with monkeypatch.context() as during:
+        during.setattr(engine.host._worker, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.host.close()
+    engine.host.close()
+    assert (engine.host.statistics().tier is not None) is has_tier
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
 def test_chunks_that_only_the_host_has_are_written_at_the_end(tmp_path):
     first = engine_with(tier(tmp_path, offload="lazy"), offload="eager")
     _, seen = serve(first, number=2)

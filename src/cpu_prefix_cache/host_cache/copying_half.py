@@ -15,6 +15,7 @@ from cpu_prefix_cache.model.planner import HybridChunkPlanner
 if TYPE_CHECKING:
     import mmap
 
+    from cpu_prefix_cache.host_cache.host_tier import TierBelow
     from cpu_prefix_cache.keeper.kept_cache import KeptCache
     from cpu_prefix_cache.keyed.keyed_cache import KeyedCache
     from cpu_prefix_cache.kv_layout import KVGroup
@@ -24,9 +25,10 @@ PROGRESS_SECONDS = 0.25
 
 
 class CopyingHalf:
-    """The base of every host cache. `cache` is the deciding half."""
+    """The base of every host cache. `cache` is the deciding half, `_tier` what is below it."""
 
     cache: "CPUPrefixCache | KeptCache | KeyedCache"
+    _tier: "TierBelow | None"
 
     def _begin_copying(
         self,
@@ -79,12 +81,14 @@ class CopyingHalf:
         Calls after it raise MisuseError, but for another `close` and reads. In a fork it does nothing.
         """
         if not self._is_closed and self._process == os.getpid():
-            self._close()
+            self._close()  # may be interrupted, and called again
             self._is_closed = True
+            del self._worker, self._copier  # which have views of the region
+            if self._tier is not None:
+                self._tier.let_go()
 
     def _close(self) -> None:
         self._worker.close()
-        del self._worker, self._copier  # which have views of the region
 
     def __enter__(self) -> Self:
         return self

@@ -45,7 +45,7 @@ class TierBelow:
         self._above = cache
         self._rank = below.opening(namespace, region, cache.planner.pieces, RankPart(cache.below.pool.capacity))
         self._flush_seconds = below.flush_seconds
-        self._last: SlotStatistics | None = None  # of a closed rank
+        self._last: SlotStatistics | None = None  # of a rank that was let go
         self.report()  # the first request may need chunks from before
 
     def run(self) -> None:
@@ -77,11 +77,13 @@ class TierBelow:
             time.sleep(NAP_SECONDS)
 
     def close(self) -> None:
-        """End the threads, and let others have the files."""
-        if self._last is None:
-            self._rank.close()
-            self._last = self._rank.statistics()
-            del self._rank  # which has views of the region
+        """End the threads, and let others have the files. May be called again."""
+        self._rank.close()
+
+    def let_go(self) -> None:
+        """Drop all views of the region, behind `close`."""
+        self._last = self._rank.statistics()
+        del self._rank
 
 
 def options_below(below: Tier, planner: HybridChunkPlanner, host_blocks: int) -> TierOptions:
