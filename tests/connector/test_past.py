@@ -594,6 +594,27 @@ def test_tokens_that_nobody_compares_are_refused(given, hits):
         check_at_rest(cache)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_past_that_was_refused_is_not_used_again(family):
+    """Layers of states before the first of attention have gone on by then."""
+    prompt = document(1, 90)
+    with hit_of(family, prompt) as cache, cache.past(row(prompt)) as past:
+        embedded = model(family).get_input_embeddings()(past.inputs["input_ids"][:, past.get_seq_length() :])
+        with pytest.raises(MisuseError, match="`input_ids` of its prompt"):
+            model(family)(inputs_embeds=embedded, past_key_values=past)
+        with pytest.raises(MisuseError, match="`input_ids` of its prompt"):
+            generated(family, prompt, past_key_values=past)
+
+
+def test_a_past_that_is_given_by_position_is_seen():
+    prompt = document(1, 90)
+    with hit_of("llama", prompt) as cache:
+        wanted = model("llama")(row(prompt)).logits[0, -1]
+        with cache.past(row(prompt)) as past:
+            given = model("llama")(row(prompt[past.get_seq_length() :]), None, None, past).logits[0, -1]
+        assert past.hit_tokens and (given - wanted).abs().max() <= TOLERANCE
+
+
 def test_a_model_on_several_devices_is_refused():
     split = build_family("llama", hidden=HIDDEN, layers=2, window=32).to(DEVICE)
     split.lm_head.to("meta")

@@ -89,7 +89,8 @@ class Past(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.goes_on is not None:
-            raise MisuseError("a past goes on with the `input_ids` of its prompt, in the model that it was made for")
+            self.goes_on = _refuse  # states of layers before are of other tokens already
+            self.goes_on(0)
         if (appended := self._append(layer_idx, key_states, value_states)) is not None:
             return appended
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -262,7 +263,7 @@ def before_forward(
     """Rows and tokens that `model` is about to compute behind a past of what is `kept`. A hook of the model, which
     takes out the tokens that are there already.
     """
-    past = next((value for value in options.values() if isinstance(value, Past)), None)
+    past = next((value for value in (*arguments, *options.values()) if isinstance(value, Past)), None)
     ids = arguments[0] if arguments else options.get("input_ids")
     if past is None or past.kept is not kept or ids is None:
         return None
@@ -270,6 +271,10 @@ def before_forward(
         return None
     behind = {name: options[name][..., begun:] for name in BY_TOKEN if options.get(name) is not None}
     return tuple(each[:, begun:] if each is ids else each for each in arguments), {**options, **behind}
+
+
+def _refuse(_: int) -> None:
+    raise MisuseError("a past goes on with the `input_ids` of its prompt, in a call of the model that it was made for")
 
 
 def _most(layer: object, length: int) -> int:
