@@ -123,6 +123,7 @@ class HostLinker(UnifiedCacheLinker):
         self._offloads.clear()
 
     def close(self) -> None:
+        self._offered.clear()
         self.host.close()
 
     def _pages(self, transfers: Iterable[PoolTransfer]) -> Pages:
