@@ -88,8 +88,11 @@ class KeyedCache:
         if self.is_off:
             return []
         self._given.give(keys, blocks)
-        start = len(keys) - blocks.chunks
-        self._use(ends(self.pool, self.pool.find_all(keys[start:])), (), now)
+        start, wanted = len(keys) - blocks.chunks, self._wanted_sides(keys, blocks)
+        found = [side for at, last in wanted for side in self.pool.find_all(self.planner.side_keys(last, at))]
+        given = max([keys[start:], *(last for _, last in wanted)], key=len)
+        here = [side for side in found if side is not None]
+        self._use(ends(self.pool, self.pool.find_all(given)), here, now)  # so that no store of these evicts them
         touch = self.pool.touch(None)
         planned = [self._stores.plan(chain, touch)[0] for chain in self._missing(keys, start)]
         for at, sides in blocks.sides.items():
@@ -232,7 +235,7 @@ class KeyedCache:
         return len(keys) - blocks.chunks if self.planner.chunk_groups else len(keys)
 
     def _wanted_sides(self, keys: Sequence[bytes], blocks: Given) -> list[tuple[int, Sequence[bytes]]]:
-        """The groups whose sides are loaded, each with the keys."""
+        """The groups whose sides are given, each with the keys."""
         return [(at, keys[len(keys) - len(each) :]) for at, each in blocks.sides.items() if each]
 
     def _load(self, chain: Chain, nodes: Sequence[int], copies: Sequence[GroupCopy], now: float) -> LoadTransfer:

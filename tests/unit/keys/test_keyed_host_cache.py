@@ -40,6 +40,18 @@ def test_blocks_come_back_by_their_keys():
     engine.host.cache.check_valid()
 
 
+def test_a_put_into_a_small_host_evicts_nothing_that_it_has_itself():
+    """Else the windows that left for its attention would be copied again."""
+    engine = KeyedEngine(GROUPS[:2], host_blocks=8)
+    prompt, block_bytes = PROMPT[:4], engine.groups[0].group.block_bytes
+    engine.put(prompt[:2], [[0, 1], [0, 1]])
+    engine.put(keys("a", "b", "c"), [[2, 3, 4], []])
+    before = engine.host.statistics().cache.bytes_stored
+    engine.put(prompt, [[5, 6], [5, 6, 7, 8]])
+    assert engine.host.statistics().cache.bytes_stored - before == 4 * block_bytes
+    assert engine.loaded(prompt, [[9, 10], [9, 10, 11, 12]])
+
+
 @pytest.mark.parametrize("group", range(len(GROUPS)))
 def test_a_damaged_block_of_any_group_is_seen(group):
     """The control of all stories here."""
