@@ -95,16 +95,15 @@ class KeyedCache:
         self._use(ends(self.pool, self.pool.find_all(given)), here, now)  # so that no store of these evicts them
         touch = self.pool.touch(None)
         planned = [self._stores.plan(chain, touch)[0] for chain in self._missing(keys, start)]
-        for at, sides in blocks.sides.items():
-            chains = self._missing_sides(at, keys[len(keys) - len(sides) :])
-            planned += [self._side_stores[at].plan(chain, touch)[0] for chain in chains]
+        for at, last in wanted:
+            planned += [self._side_stores[at].plan(chain, touch)[0] for chain in self._missing_sides(at, last)]
         return [each for each in planned if each is not None]
 
     def keeps(self, keys: Sequence[bytes], blocks: Given) -> bool:
         """Whether all that was put with these blocks is here."""
         names = [*keys[len(keys) - blocks.chunks :]]
-        for at, sides in blocks.sides.items():
-            names += self.planner.side_keys(keys[len(keys) - len(sides) :], at)
+        for at, last in self._wanted_sides(keys, blocks):
+            names += self.planner.side_keys(last, at)
         return not self.is_off and all(presence(self._find(names)))
 
     def _missing(self, keys: Sequence[bytes], start: int) -> Iterator[Chain]:
