@@ -12,7 +12,7 @@ import copy
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
@@ -90,7 +90,7 @@ class Past(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.goes_on is not None:
             self.goes_on = _refuse  # states of layers before are of other tokens already
-            self.goes_on(0)
+            _refuse(0)
         if (appended := self._append(layer_idx, key_states, value_states)) is not None:
             return appended
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -273,7 +273,7 @@ def before_forward(
     return tuple(each[:, begun:] if each is ids else each for each in arguments), {**options, **behind}
 
 
-def _refuse(_: int) -> None:
+def _refuse(_: int) -> NoReturn:
     raise MisuseError("a past goes on with the `input_ids` of its prompt, in a call of the model that it was made for")
 
 
