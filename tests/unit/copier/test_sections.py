@@ -6,6 +6,7 @@ import torch
 from cpu_prefix_cache.copier import sections as sections_module
 from cpu_prefix_cache.copier.binding import Binding
 from cpu_prefix_cache.copier.choose import choose_copier
+from cpu_prefix_cache.copier.reference import ReferenceCopier
 from cpu_prefix_cache.copier.sections import in_sections
 from cpu_prefix_cache.deciding import Direction, GroupCopy
 from tests.support.simulated_driver import SimulatedDriver
@@ -19,6 +20,7 @@ RING = 64 * 1024
 @pytest.fixture(autouse=True)
 def small_sections(monkeypatch):
     monkeypatch.setattr(sections_module, "SECTION_BYTES", 100)
+    monkeypatch.setattr(sections_module, "LOAD_BYTES", 1)
 
 
 @pytest.fixture(params=["reference", "staged", "simulated", "directly"])
@@ -82,6 +84,27 @@ def test_a_section_that_has_ended_has_come_and_those_behind_it_have_not(build):
     for group, copy in enumerate(bench.copies):
         others = [at for at in range(len(raw(bench.parts[group][0]))) if at not in copy.device_blocks]
         assert all((raw(part)[others] == POISON).all() for part in bench.parts[group])
+
+
+@pytest.mark.parametrize("together", [2, 3, 100])
+def test_sections_of_a_small_load_come_together_and_each_has_its_end(build, monkeypatch, together):
+    bench = Bench(build)
+    sections = [*bench.copier.sections(0), *bench.copier.sections(1)]
+    count, parts = 1 + max(sections), [*((0, part) for part in range(LAYERS)), *((1, part) for part in range(3))]
+    num_bytes = sum(len(copy.host_blocks) for copy in bench.copies) * bench.host.shape[1]
+    monkeypatch.setattr(sections_module, "LOAD_BYTES", together * num_bytes // count)
+    ends = []
+
+    def submitted(end):
+        end.until_passed()
+        ends.append(end)
+        come = [section for section, part in zip(sections, parts, strict=True) if bench.has_come(*part)]
+        assert come == [section for section in sections if section < max(len(ends), 1 + max(come))]
+
+    bench.copier.submit_sections(bench.copies, bench.copier.here(), submitted)
+    assert len(ends) == count and all(bench.has_come(*part) for part in parts)
+    if not isinstance(bench.copier, ReferenceCopier):
+        assert len({id(end) for end in ends}) == -(-count // together)
 
 
 def test_a_load_of_nothing_ends(build):
