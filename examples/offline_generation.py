@@ -132,11 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=tuple(ARCHITECTURES), default="full", help="a built-in model, random weights")
     parser.add_argument("--model", type=Path, help="a checkpoint in a folder, or a .gguf file; its answers are printed")
-    parser.add_argument("--device-bytes", metavar="SIZE", help="of the device's blocks; default: two documents'")
+    parser.add_argument("--device-bytes", metavar="SIZE", help="memory of the device's blocks; default: two documents'")
     parser.add_argument("--offload", choices=OFFLOAD_MODES, default="lazy")
     parser.add_argument("--tier", help="below host memory: file:/nvme/kv:64GiB, or redis://HOST")
     parser.add_argument("--corrupt", choices=("chunk", "checkpoint"), help="damage the first that is loaded")
-    parser.add_argument("--codec", default="none", help="of bf16 blocks on the host: exponent")
+    parser.add_argument("--codec", default="none", help="form of bf16 blocks on the host: exponent")
     for name, default in dict(device="cpu", host_bytes="2GiB", documents=6, rounds=2, max_new_tokens=12).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     try:

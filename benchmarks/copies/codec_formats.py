@@ -147,7 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="words of the sources to take")
     parser.add_argument("--samples", type=Path, help="samples that were saved, in place of models")
     parser.add_argument("--save", type=Path, help="where to keep the samples")
-    parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--threads", type=int, help="threads of torch")
     return parser.parse_args()
 
 

@@ -138,7 +138,7 @@ def rows(gpus: int, right: bool, rates: dict[str, float]) -> list[dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="1", help="how many at a time, with commas between")
-    parser.add_argument("--gib", type=int, default=8, help="of each region")
+    parser.add_argument("--gib", type=int, default=8, help="size of each region")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     machine = environment(["cpu-prefix-cache", "torch", "triton"])

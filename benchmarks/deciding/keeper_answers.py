@@ -183,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1000.0, help="questions a second, of all engines")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--chunks", type=int, default=64, help="of a prompt")
+    parser.add_argument("--chunks", type=int, default=64, help="chunks of a prompt")
     parser.add_argument("--echo", action="store_true", help="no keeper")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()

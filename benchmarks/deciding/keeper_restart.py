@@ -118,9 +118,9 @@ def resident_bytes(pid: int) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host-bytes", default="500GiB", help="of the pool")
-    parser.add_argument("--block-bytes", default="2MiB", help="of a slot: 16 tokens of Llama 3.1 8B")
-    parser.add_argument("--chunks", type=int, default=64, help="of a prompt")
+    parser.add_argument("--host-bytes", default="500GiB", help="size of the pool")
+    parser.add_argument("--block-bytes", default="2MiB", help="size of a slot: 16 tokens of Llama 3.1 8B")
+    parser.add_argument("--chunks", type=int, default=64, help="chunks of a prompt")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()
 

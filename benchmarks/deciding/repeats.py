@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=2_000, help="different ones (default 2000)")
     parser.add_argument("--requests", type=int, default=20_000, help="(default 20000)")
-    parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default 1.0)")
+    parser.add_argument("--exponent", type=float, default=1.0, help="exponent of Zipf's law (default 1.0)")
     parser.add_argument("--a-second", type=float, default=1.0, help="requests a second, in the mean (default 1.0)")
     parser.add_argument("--longest", type=int, default=40, help="prompt, in blocks (default 40)")
     parser.add_argument("--seed", type=int, default=1)

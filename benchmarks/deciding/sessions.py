@@ -17,7 +17,7 @@ BLOCK_TOKENS = 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of trace_0001.json and so on")
+    parser.add_argument("folder", type=Path, help="folder of trace_0001.json and so on")
     parser.add_argument("--numbers", default="141,400,3", help="first, end, step of the sessions (default 141,400,3)")
     parser.add_argument("--hours", type=float, default=3.0, help="over which sessions begin (default 3)")
     parser.add_argument("--seed", type=int, default=1)

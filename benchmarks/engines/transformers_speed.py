@@ -101,7 +101,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--tokens", type=int, default=32, help="that decode generates after the first one")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens that decode generates after the first one")
     parser.add_argument("--families", help="comma-separated; default: all")
     parser.add_argument("--parts", default="past,decode,miss")
     parser.add_argument("--json", type=Path)

@@ -61,10 +61,10 @@ def environment() -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to be measured")
-    parser.add_argument("--trace", type=Path, help="in Mooncake's format, for hits and replay")
-    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"of {','.join(PARTS)} (default: all)")
-    parser.add_argument("--runs", type=int, default=7, help="of each contestant (default 7)")
+    parser.add_argument("--folder", type=Path, required=True, help="folder on the disk to be measured")
+    parser.add_argument("--trace", type=Path, help="trace in Mooncake's format, for hits and replay")
+    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--runs", type=int, default=7, help="runs of each contestant (default 7)")
     parser.add_argument("--mib", type=int, default=2048, help="size of the file of rates, cpu and peers (default 2048)")
     parser.add_argument("--vllm-python", type=Path, help="the python of an environment with vLLM, for peers and busy")
     parser.add_argument("--lmcache-python", type=Path, help="the python of an environment with lmcache, for peers")

@@ -113,12 +113,14 @@ def row(name: str, engine: Engine, asked: Sequence[Asked], sizes: Sizes, block_t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--kinds", default=DEFAULT_KINDS, help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--kinds", default=DEFAULT_KINDS, help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--users", type=int, default=24)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--device-blocks", type=int, default=8_192)
     parser.add_argument("--host-blocks", type=int, default=8_192)
-    parser.add_argument("--block-tokens", type=int, default=64, help=f"of a block of the trace: a multiple of {BLOCK}")
+    parser.add_argument(
+        "--block-tokens", type=int, default=64, help=f"tokens of a block of the trace: a multiple of {BLOCK}"
+    )
     parser.add_argument("--max-answer", type=int, default=48)
     parser.add_argument("--copy-steps", type=int, default=1)
     args = parser.parse_args()

@@ -441,7 +441,7 @@ def main() -> None:
     parser.add_argument("--host-gib", type=int, default=48)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--log-stats", action="store_true", help="of vLLM; `together` needs them")
+    parser.add_argument("--log-stats", action="store_true", help="statistics of vLLM, which `together` needs")
     parser.add_argument("--model", type=Path, help="a folder for the model's configuration: what vLLM compiles is kept")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -149,7 +149,7 @@ def print_cold(folder: Path, running: int, runs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, nargs="*", metavar="TRACE")
-    parser.add_argument("--requests", type=int, default=300, help="of each trace")
+    parser.add_argument("--requests", type=int, default=300, help="requests of each trace")
     parser.add_argument("--running", type=int, nargs="+", default=[], help="requests at once with cold prompts")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="+", type=Path)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--device-blocks", type=int, default=3_000, help="of 16 tokens; less than two prompts")
+    parser.add_argument("--device-blocks", type=int, default=3_000, help="blocks of 16 tokens; less than two prompts")
     parser.add_argument("--host-gib", type=int, default=17, help="more than all prompts, and than four times one")
     parser.add_argument("--tier-gib", type=int, default=40, help="more than all prompts, host and device")
     parser.add_argument("--model", type=Path, help="a folder for the model's configuration: what vLLM compiles is kept")

@@ -43,7 +43,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m property_tests.mutants", description=__doc__)
-    parser.add_argument("--of", choices=SUBJECTS, default="deciding", help="what is judged")
+    parser.add_argument("--of", choices=SUBJECTS, default="deciding", help="subject of the mutants")
     parser.add_argument("--seed", type=int, default=1, help="which faults are drawn")
     parser.add_argument("--count", type=int, default=100, help="how many")
     parser.add_argument("--list", type=Path, help="take the faults of this file and draw none")

@@ -65,7 +65,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m property_tests.planted.plant", description=__doc__)
     parser.add_argument("lists", type=Path, nargs="+")
     parser.add_argument("--only", default="", help="faults whose words contain this")
-    parser.add_argument("--day", type=int, choices=range(1, DAYS + 1), help="of the week: a seventh of the faults")
+    parser.add_argument("--day", type=int, choices=range(1, DAYS + 1), help="day of the week: a seventh of the faults")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the tree")
     return parser.parse_args()
 

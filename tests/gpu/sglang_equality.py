@@ -134,7 +134,7 @@ def check(name: str, folder: Path, options: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama,whole,mla")
-    parser.add_argument("--options", default="{}", help="of sglang.Engine, in JSON")
+    parser.add_argument("--options", default="{}", help="options of sglang.Engine, in JSON")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:

@@ -26,7 +26,7 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--host-bytes", required=True, metavar="SIZE", help="of the pool, such as 512GiB")
+    parser.add_argument("--host-bytes", required=True, metavar="SIZE", help="size of the pool, such as 512GiB")
     parser.add_argument(
         "--socket", required=True, metavar="PATH", help="where engines connect, such as /run/kv/kv.sock"
     )

@@ -52,21 +52,25 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_trace_options(parser)
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of the model, for a log of texts")
-    add_weight_options(parser, required=True)
-    parser.add_argument("--gpu", metavar="NAME", help=f"of {', '.join(GPUS)}; --tp of them are one engine")
-    parser.add_argument("--device-capacity", metavar="N", help="of KV on the device (default: half of --gpu's memory)")
     parser.add_argument(
-        "--sizes", default=SIZES, metavar="FIRST:LAST", help=f"of the host, each twice the one before ({SIZES})"
+        "--tokenizer", type=Path, metavar="FOLDER", help="folder of the model's tokenizer, for a log of texts"
+    )
+    add_weight_options(parser, required=True)
+    parser.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}; --tp of them are one engine")
+    parser.add_argument("--device-capacity", metavar="N", help="memory for KV on the device (default: half of --gpu's)")
+    parser.add_argument(
+        "--sizes", default=SIZES, metavar="FIRST:LAST", help=f"sizes of the host, each twice the one before ({SIZES})"
     )
     parser.add_argument(
         "--policy",
         action=Joined,
         metavar="NAME,...",
-        help=f"of {', '.join(POLICIES)} (default: all of them), or {WEIGHED_HELP}",
+        help=f"some of {', '.join(POLICIES)} (default: all), or {WEIGHED_HELP}",
     )
     add_rate_options(parser)
-    parser.add_argument("--gib-price", type=rate, metavar="PRICE", help="of a GiB of host memory, used for three years")
+    parser.add_argument(
+        "--gib-price", type=rate, metavar="PRICE", help="price of a GiB of host memory, used for three years"
+    )
     parser.add_argument("--below", default=BELOW, metavar="N", help=f"size of the tier of files (default: {BELOW})")
     add_below_rate(parser)
     parser.add_argument("--html", metavar="OUT.html", help="write the page with its curves here, too")

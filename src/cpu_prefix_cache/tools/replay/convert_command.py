@@ -37,12 +37,12 @@ def add_arguments(subparsers: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="plain or .gz; several are one load")
     parser.add_argument("--out", required=True, metavar="TRACE", help="the trace to be written")
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of the model, with its tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="folder of the model, with its tokenizer.json")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the one of the model")
     parser.add_argument(
         "--block-tokens", type=positive, default=LOG_BLOCK_TOKENS, metavar="N", help="tokens of a block (default: 16)"
     )
-    parser.add_argument("--time-unit", choices=sorted(UNITS_A_SECOND), help="of times that are numbers")
+    parser.add_argument("--time-unit", choices=sorted(UNITS_A_SECOND), help="unit of times that are numbers")
     parser.add_argument(
         "--every", type=rate, default=EVERY, metavar="S", help="seconds between lines without times (default: 1)"
     )

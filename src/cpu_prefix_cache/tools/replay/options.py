@@ -43,13 +43,13 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-unit",
         choices=sorted(UNITS_A_SECOND),
-        help="of timestamps (default: guessed from the time between the first and the last)",
+        help="unit of timestamps (default: guessed from the time between the first and the last)",
     )
     parser.add_argument(
         "--ids",
         choices=(CHAINED, CONTENT),
         default=CHAINED,
-        help="of hash_ids: an id is that of a whole prefix, or of a block's content alone (default: chained)",
+        help="kind of hash_ids: an id is that of a whole prefix, or of a block's content alone (default: chained)",
     )
     parser.add_argument("--skip-bad-lines", action="store_true", help="count malformed lines, and go on without them")
 
@@ -79,8 +79,8 @@ def add_weight_options(parser: argparse.ArgumentParser, *, required: bool) -> No
         "--bytes-per-token", type=positive, metavar="N", help="KV of one token on all ranks, no checkpoints"
     )
     parser.add_argument("--tp", type=positive, metavar="N", help="ranks of tensor parallelism (default 1)")
-    parser.add_argument("--kv-dtype", metavar="TYPE", help="of the KV, such as fp8 (default: the model's)")
-    parser.add_argument("--codec", choices=CODECS, help=f"in which the host keeps the KV (default: {RAW})")
+    parser.add_argument("--kv-dtype", metavar="TYPE", help="type of the KV, such as fp8 (default: the model's)")
+    parser.add_argument("--codec", choices=CODECS, help=f"form in which the host keeps the KV (default: {RAW})")
 
 
 def groups_of(args: argparse.Namespace, trace_block: int) -> list[Group]:

@@ -48,13 +48,13 @@ def add_rate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-rate",
         metavar="GB/S",
-        help=f"of loads from host memory to the device, or the file of `{BENCH}` (default: they take no time)",
+        help=f"rate of loads from host memory to the device, or the file of `{BENCH}` (default: they take no time)",
     )
     parser.add_argument(
         "--gpu-price",
         type=rate,
         metavar="PRICE",
-        help="of an hour of all GPUs of one engine, in any currency: show money, too",
+        help="price of an hour of all GPUs of one engine, in any currency: show money, too",
     )
 
 
@@ -62,7 +62,7 @@ def add_below_rate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--below-rate",
         metavar="GB/S",
-        help=f"of reads from the tier below, or the file of `{BENCH_TIER}`",
+        help=f"rate of reads from the tier below, or the file of `{BENCH_TIER}`",
     )
 
 

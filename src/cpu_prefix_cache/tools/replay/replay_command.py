@@ -123,7 +123,7 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action=Joined,
         metavar="NAME,...",
-        help=f"of {', '.join(POLICY_NAMES)} (default: all of them), or {WEIGHED_HELP}",
+        help=f"some of {', '.join(POLICY_NAMES)} (default: all), or {WEIGHED_HELP}",
     )
     parser.add_argument(
         "--capacity",
