@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from property_tests.mutants.faults import faults_of
 from property_tests.planted.plant import of_day, read
 from property_tests.planted.scopes import NotOnceError, file_of, put
 
@@ -162,3 +163,34 @@ def test_every_fault_of_the_lists_can_be_planted_today(path: Path) -> None:
         compile(put(file.read_text(), each.scope, each.old, each.new), file, "exec")
         assert tree_of(each.new or "pass") != tree_of(each.old), each.says
         assert each.by and all((HOME / test.split("::")[0]).exists() for test in each.by), each.says
+
+
+def equal_lines(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many lines from the first on are equal."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def made_by_the_random_tool(file: str, source: str, planted: str) -> bool:
+    """Whether one of its faults of a file makes the syntax tree of the planted text."""
+    one, other = source.splitlines(), planted.splitlines()
+    first = equal_lines(one, other) + 1
+    last = len(one) - equal_lines(one[first - 1 :][::-1], other[first - 1 :][::-1])
+    near = [each for each in faults_of(file, source) if each.lines.start <= last and first <= each.lines.stop]
+    trees = (tree_of(each.put_into(source.encode()).decode()) for each in near)
+    return tree_of(planted) in trees
+
+
+def test_a_fault_that_the_random_tool_makes_is_noticed() -> None:
+    source = "def after(n):\n    return n + 1 if n > 2 else n\n"
+    assert made_by_the_random_tool("small.py", source, source.replace("n > 2", "n >= 2"))
+    assert not made_by_the_random_tool("small.py", source, source.replace("n > 2", "n > 7 * n"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
+def test_no_fault_of_the_lists_is_one_that_the_random_tool_makes(path: Path) -> None:
+    for each in read(path):
+        file = file_of(SRC, each.scope)
+        source = file.read_text()
+        planted = put(source, each.scope, each.old, each.new)
+        assert not made_by_the_random_tool(file.name, source, planted), each.says
