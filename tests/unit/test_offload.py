@@ -336,7 +336,7 @@ def test_nothing_waits_for_a_load_that_takes_too_long():
     assert engine.asks("zw") == Hit(2 * GRID)
 
 
-def test_nor_where_all_is_stored_at_once():
+def test_nothing_waits_where_all_is_stored_at_once():
     assert loading("eager").asks("zw") == Hit(2 * GRID)
 
 

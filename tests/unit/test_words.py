@@ -1,6 +1,7 @@
-"""First words and verbs, in docstrings, names of tests and headings.
+"""First words and verbs, in docstrings, names of tests, help of options and headings.
 
-first word    none of What, Of, Who, Whose, That, Those, And: they stand for a noun that the reader has to find
+first word    none of What, Of, Who, Whose, That, Those, And: they stand for a noun that the reader has to find; the
+              name of a test does not go on with the one before, by So, Nor, But, Even
 speech        no form of `say`, `tell`, `hear`, `ask`: an option is given, a report sent, a store queried
 tuples        none that is unpacked where it is written, to have the formatter keep a line
 """
@@ -29,6 +30,7 @@ PAGES = [
 ]
 
 FIRST = re.compile(r"\W*(what|of|who|whose|that|those|and)\b", re.IGNORECASE)
+GOES_ON = re.compile(r"(so|nor|but|even)\b")
 SPEECH = re.compile(r"(?<![\w/])(said|told|heard|asked|says|tells)\b", re.IGNORECASE)
 CODE_SPAN = re.compile(r"`[^`]*`")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -37,20 +39,31 @@ Check = Callable[[str], list[str]]
 
 
 class Words(NamedTuple):
-    texts: tuple[str, ...]  # docstrings without code spans, and names of tests
+    texts: tuple[str, ...]  # docstrings without code spans, and help of options
+    tests: tuple[str, ...]  # their names
     tuples: tuple[str, ...]
 
 
 @cache
 def words_of(source: str) -> Words:
     nodes = list(ast.walk(ast.parse(source)))
-    return Words((*docstrings(nodes), *names_of_tests(nodes)), tuple(unpacked(nodes)))
+    return Words((*docstrings(nodes), *helps(nodes)), tuple(names_of_tests(nodes)), tuple(unpacked(nodes)))
 
 
 def docstrings(nodes: list[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             yield CODE_SPAN.sub("it", ast.get_docstring(node) or "")
+
+
+def helps(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            yield from (
+                each.value
+                for each in ast.walk(node.value)
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            )
 
 
 def names_of_tests(nodes: list[ast.AST]) -> Iterator[str]:
@@ -66,11 +79,13 @@ def unpacked(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def first_words(source: str) -> list[str]:
-    return [text for text in words_of(source).texts if FIRST.match(text)]
+    texts, tests, _ = words_of(source)
+    return [text for text in (*texts, *tests) if FIRST.match(text)] + [text for text in tests if GOES_ON.match(text)]
 
 
 def speech(source: str) -> list[str]:
-    return [text for text in words_of(source).texts if SPEECH.search(text)]
+    texts, tests, _ = words_of(source)
+    return [text for text in (*texts, *tests) if SPEECH.search(text)]
 
 
 def tuples(source: str) -> list[str]:
@@ -108,6 +123,8 @@ def test_headings_have_none(page):
         (first_words, '"""What a load does."""'),
         (first_words, 'class Load:\n    """Of a request, its load."""'),
         (first_words, "def test_who_loads(): ..."),
+        (first_words, "def test_nor_does_a_store(): ..."),
+        (first_words, "parser.add_argument('--host', help='of a rank')"),
         (speech, 'def load():\n    """Loads, and says so."""'),
         (speech, "async def test_a_rank_is_told(): ..."),
         (tuples, "names = [*('a', 'b'), c]"),

@@ -55,7 +55,7 @@ def test_a_vllm_without_the_interface_is_refused_with_a_sentence(monkeypatch):
         interface.check_interface()
 
 
-def test_so_is_one_without_the_modules(monkeypatch):
+def test_a_vllm_without_the_modules_is_refused_with_a_sentence(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name)
 

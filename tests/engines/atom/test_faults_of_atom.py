@@ -187,7 +187,7 @@ def test_one_of_two_live_requests_with_one_id_is_lost():
     assert engine.scheduler.is_finished() and not all(seq.is_finished for seq in both)
 
 
-def test_so_the_connector_refuses_the_second():
+def test_the_connector_refuses_a_second_live_request_with_one_id():
     engine = Engine(config_of(kv_transfer_config=transfer_config(200)))
     first, _ = with_one_id(engine)
     with pytest.raises(MisuseError, match=f"two live requests have the id {first.id}: give each an id of its own"):

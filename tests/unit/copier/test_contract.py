@@ -324,13 +324,13 @@ def test_a_destination_may_not_come_twice(build):
     refused(bench, Direction.LOAD, [GroupCopy(1, (2, 3), (1, 1))], "twice")
 
 
-def test_nor_in_two_copies_of_one_transfer(build):
+def test_a_destination_may_not_come_in_two_copies_of_one_transfer(build):
     bench = Bench(build)
     refused(bench, Direction.STORE, [GroupCopy(0, (2, 3), (0, 1)), GroupCopy(1, (3,), (1,))], "twice")
     refused(bench, Direction.LOAD, [GroupCopy(1, (2,), (1,)), GroupCopy(1, (3,), (1,))], "twice")
 
 
-def test_but_a_source_may_and_groups_have_blocks_of_their_own(build):
+def test_a_source_may_come_twice_as_groups_have_blocks_of_their_own(build):
     bench = Bench(build)
     bench.copier.copy(Direction.STORE, [GroupCopy(1, (2, 3), (1, 1)), GroupCopy(0, (4, 5), (1, 1))])
     assert torch.equal(bench.host[2], bench.host[3])

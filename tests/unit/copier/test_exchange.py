@@ -364,7 +364,9 @@ def test_a_portion_that_is_refused_ends_its_transfer_and_the_other_goes_on(direc
 
 
 @pytest.mark.parametrize(("direction", "failed"), [(STORE, 0), (LOAD, 9)])
-def test_so_does_one_that_fails_on_the_link_and_it_is_over_when_all_of_it_has_ended(threaded, held, direction, failed):
+def test_a_transfer_with_a_portion_that_fails_on_the_link_is_over_when_all_of_it_has_ended(
+    threaded, held, direction, failed
+):
     threaded.run(StepPlan(0, PAIR))
     held.ended |= {(each, (at,)) for each in Direction for at in range(4)} - {(direction, (0,)), (direction, (1,))}
     assert eventually(lambda: (direction, (1,)) in held.submitted)
@@ -552,7 +554,7 @@ def test_exchanges_that_cannot_be_made_fail_and_move_nothing(stores, loading, th
     worker.close()
 
 
-def test_so_does_what_waits_for_what_begins_after_it():
+def test_a_load_that_waits_for_one_that_begins_after_it_fails():
     """Nobody would end these waits: the first in line would wait for one behind it."""
     copier = EndingAtOnce()
     worker = CopyWorker(0, copier, threads=True)

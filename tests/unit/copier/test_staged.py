@@ -350,7 +350,7 @@ def test_two_threads_copy_while_the_region_is_being_pinned(seed):
 # Slices
 
 
-def test_even_if_what_fits_a_slot_is_one_host_block_of_several():
+def test_a_slot_may_fit_one_host_block_of_several():
     raw = randoms(9, 257)
     parts = [raw[:, :128], raw[:, 128:256], raw[:, 256:]]
     shapes, copies = shapes_of([parts], [2], 512), [GroupCopy(0, (6, 3, 5, 0), (4, 7, 3, 2))]
@@ -413,7 +413,7 @@ def test_large_blocks_of_one_part_are_not_staged(monkeypatch):
     assert (part[1:5] == POISON).all()
 
 
-def test_nor_are_layers_that_lie_together_in_every_block():
+def test_layers_that_lie_together_in_every_block_are_not_staged():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
     copier = StagedCopier(
@@ -423,7 +423,7 @@ def test_nor_are_layers_that_lie_together_in_every_block():
     assert torch.equal(host[[3, 1]], raw[[0, 5], :60])
 
 
-def test_but_with_several_blocks_to_a_piece_they_do_not_lie_as_the_host_has_them():
+def test_layers_of_several_blocks_to_a_piece_do_not_lie_as_the_host_has_them():
     raw = randoms(6, 80)
     layers = [raw[:, at : at + 20] for at in (0, 20, 40)]
     shapes, host = shapes_of([layers], [2], 60), poisoned(6, 60)

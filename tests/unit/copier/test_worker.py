@@ -231,7 +231,7 @@ def test_a_load_begins_when_the_store_of_what_it_overwrites_has_ended(threaded, 
 
 
 @pytest.mark.parametrize("failing", ["at once", "on the link"])
-def test_it_begins_too_when_that_store_has_failed(threaded, held, failing):
+def test_a_load_begins_also_when_the_store_before_it_has_failed(threaded, held, failing):
     held.broken = failing == "at once"
     threaded.run(StepPlan(0, (STORE, LOAD_AFTER)))
     held.let_through.release()
@@ -246,7 +246,7 @@ def test_it_begins_too_when_that_store_has_failed(threaded, held, failing):
     assert threaded.report().failed == {0}
 
 
-def test_it_can_be_cancelled_while_it_waits_for_a_store(threaded, held):
+def test_a_load_can_be_cancelled_while_it_waits_for_a_store(threaded, held):
     threaded.run(StepPlan(0, (STORE, LOAD_AFTER)))
     assert held.began.acquire(timeout=10)
     threaded.run(plan(cancelled=(1,)))
@@ -650,7 +650,7 @@ def test_an_announced_load_that_fails_raises_until_the_next_plan_settles_it(pace
     assert early.still_open({1}) == set()
 
 
-def test_so_is_one_that_has_not_ended_by_its_deadline(paced, early):
+def test_a_load_that_has_not_ended_by_its_deadline_is_an_error_for_who_went_by_it(paced, early):
     paced.now = 161.0
     with pytest.raises(RuntimeError, match="has failed, and the engine relies on"):
         early.hold_compute({1})
@@ -676,7 +676,7 @@ def test_one_slow_load_does_not_change_much(paced, early, held):
     assert early.ends_soon(0.4) == {2}
 
 
-def test_nor_does_one_that_took_no_time(paced, early, held):
+def test_one_load_that_took_no_time_does_not_change_much(paced, early, held):
     paced.now = 100.0 + 1e-6
     end(held)
     assert eventually(lambda: paced.report().done == {0, 1})

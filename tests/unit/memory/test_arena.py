@@ -430,7 +430,7 @@ def test_without_linux_there_are_regions_too(macos):
         HostArena(1 << 30, 1 << 20)
 
 
-def test_but_none_that_ranks_share(macos):
+def test_without_linux_ranks_share_no_region(macos):
     with pytest.raises(ConfigurationError, match="no files without a name"):
         mapping.make_shared(3000)
 

@@ -346,7 +346,7 @@ def test_calls_that_a_real_driver_refuses_make_a_test_fail(simulated, memory, se
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_so_does_a_batch_longer_than_it_may_be(simulated, memory, limit):
+def test_a_batch_longer_than_it_may_be_makes_a_test_fail(simulated, memory, limit):
     simulated.longest_batch = limit
     moves = [(ELSEWHERE, memory, 10), (ELSEWHERE + 10, memory + 10, 10)]
     if limit == 2:
@@ -356,14 +356,14 @@ def test_so_does_a_batch_longer_than_it_may_be(simulated, memory, limit):
             batch(simulated, *moves)
 
 
-def test_so_does_a_batch_where_there_are_none(simulated, memory):
+def test_a_batch_where_there_are_none_makes_a_test_fail(simulated, memory):
     simulated.has_batches = False
     with pytest.raises(AssertionError, match="where there are none"):
         batch(simulated, (ELSEWHERE, memory, 10))
 
 
 @pytest.mark.parametrize("side", ["destination", "source"])
-def test_so_does_memory_unpinned_while_it_is_copied(simulated, memory, side):
+def test_memory_unpinned_while_it_is_copied_makes_a_test_fail(simulated, memory, side):
     ends = {"destination": (memory + 150, ELSEWHERE), "source": (ELSEWHERE, memory + 150)}[side]
     simulated.copy(*ends, 10, simulated.streams.compute.handle)
     simulated.unregister(memory)  # the other registration
@@ -383,7 +383,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("device", [None, 1])
-def test_so_does_a_thread_without_a_device(simulated, memory, call, device):
+def test_a_thread_without_a_device_makes_a_test_fail(simulated, memory, call, device):
     raised = []
 
     def calls():
@@ -400,7 +400,7 @@ def test_so_does_a_thread_without_a_device(simulated, memory, call, device):
 
 
 @pytest.mark.parametrize("call", [CALLS["register"], CALLS["unregister"]], ids=["register", "unregister"])
-def test_so_does_pinning_during_a_capture_unless_the_thread_is_relaxed(simulated, memory, call):
+def test_pinning_during_a_capture_makes_a_test_fail_unless_the_thread_is_relaxed(simulated, memory, call):
     simulated.here.is_relaxed = False  # as one that torch alone has given a device
     with simulated.capturing():
         with pytest.raises(AssertionError, match="which ends the capture"):

@@ -135,11 +135,11 @@ def test_a_tier_is_named_by_as_much_of_its_url_as_has_no_password(url, shown):
         (TierOption.of, {"kind": "redis", "url": ["redis://:hunter2@cache"]}),
     ],
 )
-def test_nor_has_one_about_what_is_no_url(act, argument):
+def test_no_sentence_about_what_is_no_url_has_a_part_of_the_password(act, argument):
     assert "hunter" not in told(act, argument)
 
 
-def test_nor_has_a_tier_that_is_shown():
+def test_no_tier_that_is_shown_has_a_part_of_the_password():
     option = TierOption.of("redis://:hunter2@cache:6379")
     assert "hunter" not in f"{option} {option!r} {option.tier} {option.tier!r}" and "cache:6379" in str(option.tier)
 
