@@ -42,9 +42,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "connector.transformers.continuous": ("ContinuousPrefixCache",),
     "connector.vllm": ("CPUPrefixCacheConnector",),
     "connector.vllm.multi": ("CPUPrefixCacheMultiConnector",),
+    "connector.sglang": ("HostLinker",),
     "connector.atom.plugin": ("register",),
 }
-CALLED_BY_THE_ENGINE = {"CPUPrefixCacheConnector", "CPUPrefixCacheMultiConnector"}
+CALLED_BY_THE_ENGINE = {"CPUPrefixCacheConnector", "CPUPrefixCacheMultiConnector", "HostLinker"}
 
 homes: dict[str, str] = {}  # pages that are made here -> where they are in the repository
 

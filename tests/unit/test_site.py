@@ -243,6 +243,18 @@ def test_links_that_lead_nowhere_are_noticed(tmp_path):
     assert [link for _, link in found] == ["b.html#no", "c.png", "a.html#gone", "gone.html"]
 
 
+def run_together(html):
+    """Paragraphs in which words are far apart: a program or a table whose lines a browser joins."""
+    return [text for text in re.findall(r"<p>(.*?)</p>", html, re.DOTALL) if re.search(r"\S {3,}\S", text)]
+
+
+def test_no_docstring_has_a_table_that_becomes_a_paragraph(site):
+    reference = list((site / "api").rglob("*.html"))
+    assert len(reference) > 10
+    assert {page.name: found for page in reference if (found := run_together(page.read_text()))} == {}
+    assert run_together("<p>one      of them\ntwo      of them</p>") and not run_together("<pre>one      of them</pre>")
+
+
 def test_nothing_is_loaded_from_elsewhere(site):
     loaded = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"https?:|<link\b[^>]*\bhref=\"https?:")
     assert [path.name for path in site.rglob("*.html") if loaded.search(path.read_text())] == []

@@ -54,17 +54,19 @@ PUT_OFF_TOKENS = 32
 class HostPrefixCache(AbstractContextManager["HostPrefixCache"]):
     """Prefixes of prompts of one model, kept in host memory. `close` it, or use it in a `with`.
 
-    host_bytes            host memory, in bytes or as a text: "2GiB"
-    device_bytes          memory of the model's device for the blocks that pass through it; a prompt that is longer is
-                          computed anew each time. Default: the longest prompt's, at most a quarter of `host_bytes`
-    offload               lazy or eager. Default: eager above a tier, which a restart finds with the latest prompts then
-    policy                one of cpu_prefix_cache.POLICIES
-    block_tokens          tokens of a device block, which are found as a whole
-    max_model_len         the most tokens of a prompt; needed for models without one, like Bloom and Mamba
-    checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
-    below                 a tier for what the host cannot hold (docs/tiers.md)
-    codec                 form in which the host keeps bf16 full attention: none or exponent (docs/coded_blocks.md)
-    wrap_copier           for tests: see HostCache
+        host_bytes            host memory, in bytes or as a text: "2GiB"
+        device_bytes          memory of the model's device for the blocks that pass through it; a prompt that is longer
+                              is computed anew each time. Default: the longest prompt's, at most a quarter of
+                              `host_bytes`
+        offload               lazy or eager. Default: eager above a tier, which a restart finds with the latest prompts
+                              then
+        policy                one of cpu_prefix_cache.POLICIES
+        block_tokens          tokens of a device block, which are found as a whole
+        max_model_len         the most tokens of a prompt; needed for models without one, like Bloom and Mamba
+        checkpoint_interval   if given, take a checkpoint every so many tokens, beside those the cache keeps anyway
+        below                 a tier for what the host cannot hold (docs/tiers.md)
+        codec                 form in which the host keeps bf16 full attention: none or exponent (docs/coded_blocks.md)
+        wrap_copier           for tests: see HostCache
 
     Several pasts may be open, in any threads. Raises ConfigurationError with a message that names the remedy.
     """
