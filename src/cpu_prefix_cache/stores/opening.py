@@ -4,11 +4,14 @@
 myscheme = "my_package:MyStore"  # called with the URL
 """
 
-from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.messages.errors import ConfigurationError, TierUnavailable
 from cpu_prefix_cache.messages.installed import installed, load
 from cpu_prefix_cache.stores.keyed_store import KeyedStore
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "cpu_prefix_cache.stores"
 REDIS, MOONCAKE = (
@@ -51,6 +54,8 @@ def check_kind(kind: str, url: object) -> None:
         raise ConfigurationError(f"a tier of kind {kind} has a URL that begins with {kind}://, not with {begin}")
 
 
-def _known() -> dict[str, EntryPoint]:
+def _known() -> "dict[str, EntryPoint]":
     """By scheme; ours last, so that no package takes their place."""
+    from importlib.metadata import EntryPoint  # here, since it takes its time (installed.py)
+
     return installed(GROUP) | {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}

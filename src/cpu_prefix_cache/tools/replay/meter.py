@@ -4,10 +4,12 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from cpu_prefix_cache.tools.replay.traces import TraceRequest
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 SLICES = 50  # updates of the bar in one replay
 
@@ -39,8 +41,10 @@ class Meter:
         finally:
             gc.unfreeze()
 
-    def _bar(self) -> tqdm:
+    def _bar(self) -> "tqdm":
         """Shown on terminals only."""
+        from tqdm import tqdm  # here, since it takes its time, also that of commands without replays
+
         no_stderr = sys.stderr is None
         return tqdm(
             total=self._blocks, desc=self._label, unit="blocks", leave=False, disable=True if no_stderr else None
