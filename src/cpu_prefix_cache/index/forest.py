@@ -238,13 +238,13 @@ class Forest:
 
     def nodes(self) -> dict[int, bytes]:
         """Every node with its key. For tests: O(blocks)."""
-        return {block: key for shard in distinct(self._shards) for key, block in shard.items()}
+        return {block: key for block, key in enumerate(self.key) if key is not None}
 
     def check_valid(self) -> None:
         """Assert every rule this class keeps. For tests: O(blocks)."""
-        indexed = self.nodes()
+        indexed = {block: key for shard in distinct(self._shards) for key, block in shard.items()}
         assert self._count == len(indexed), "nodes are miscounted"
-        assert indexed == {block: key for block, key in enumerate(self.key) if key is not None}, "keys differ"
+        assert indexed == self.nodes(), "keys differ"
         linked, closed = self.subtree(self.root), {self.root, *indexed}
         for block in linked[1:]:
             assert block not in closed or self.parent[block] in closed, f"block {block} has a key and its parent none"
