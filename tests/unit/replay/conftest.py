@@ -10,10 +10,12 @@ from tests.unit.replay.logs import TEMPLATE, WORDS
 from tests.unit.replay.traces import write
 
 
-@pytest.fixture(autouse=True)
-def no_collections_before_replays(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def no_collections_before_replays():
     """A replay begins with a collection of garbage, which takes a quarter second where torch was imported."""
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)
+        yield
 
 
 @pytest.fixture(scope="session")
