@@ -13,6 +13,7 @@ from cpu_prefix_cache import ChainHasher, Hit, HostCache, Pending, Prefix, keys_
 from tests.support.host_options import with_options
 from tests.support.poison import poison
 from tests.support.small_engine import SmallEngine
+from tests.support.threads import pause
 
 GRID = 4
 POISON = -1
@@ -35,7 +36,7 @@ def come_to_rest(engine):
     until = time.monotonic() + PATIENCE
     while engine.host.is_busy:
         engine.steps()
-        assert time.monotonic() < until, "it never comes to rest"
+        pause(until, "it never comes to rest")
 
 
 def allocating(blocks):
@@ -114,10 +115,10 @@ class HostEngine:
         until = time.monotonic() + PATIENCE
         while isinstance(answer := self.starts(prompt, prompt), Pending):
             self.steps()
-            assert time.monotonic() < until, "it is Pending for ever"
+            pause(until, "it is Pending for ever")
         before = self.computed[prompt]
         while isinstance(answer, Hit) and not self.steps():
-            assert time.monotonic() < until, "its load never ends"
+            pause(until, "its load never ends")
         loaded = (self.computed[prompt] - before) // GRID
         self.steps(prompt)
         wrong = [letter for letter, is_right in zip(prompt, self.right(prompt), strict=True) if not is_right]

@@ -13,6 +13,12 @@ def eventually(condition: Callable[[], object]) -> bool:
     return False
 
 
+def pause(until: float, complaint: str) -> None:
+    """Leave the processor to what a loop waits for, at most `until` then."""
+    assert time.monotonic() < until, complaint
+    time.sleep(0.0005)
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():

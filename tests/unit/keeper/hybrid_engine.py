@@ -27,6 +27,7 @@ from cpu_prefix_cache.kv_layout import states
 from cpu_prefix_cache.pool.coordinator import new_pool
 from cpu_prefix_cache.pool.taken import TakenCheckpoints
 from tests.support.host_engine import PATIENCE, POISON, come_to_rest, contents
+from tests.support.threads import pause
 from tests.unit.keeper.pool_engine import settle
 
 GRID, WINDOW_BLOCK, WINDOW = 8, 4, 14
@@ -163,11 +164,11 @@ class HybridEngine:
 
         while isinstance(answer := starts(), Pending):
             self.steps()
-            assert time.monotonic() < until, "it is Pending for ever"
+            pause(until, "it is Pending for ever")
         computed = n0
         if isinstance(answer, Hit):
             while not (ended := self.steps()):
-                assert time.monotonic() < until, "its load never ends"
+                pause(until, "its load never ends")
             computed = ended[0][1]
         else:
             self.allocates(keys, n0, n0)

@@ -8,6 +8,7 @@ import pytest
 from cpu_prefix_cache import ChunkLocal, ConfigurationError
 from cpu_prefix_cache.testing import CorruptingCopier
 from tests.support.host_engine import PATIENCE
+from tests.support.threads import pause
 from tests.unit.keeper.hybrid_engine import BLOCK_BYTES, HybridEngine
 from tests.unit.keeper.pool_engine import KeeperProcess, PoolEngine
 
@@ -26,7 +27,7 @@ def loaded_again(engine, prompt):
     """Serve until something was loaded: a keeper has come back."""
     until = time.monotonic() + PATIENCE
     while not (loaded := engine.stores(prompt)):
-        assert time.monotonic() < until, "nothing is found again"
+        pause(until, "nothing is found again")
     return loaded
 
 

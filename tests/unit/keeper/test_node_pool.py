@@ -216,6 +216,7 @@ def test_the_next_keeper_gets_the_memory_back_from_the_engines(keeper, sign):
     with PoolEngine(keeper.address) as one, PoolEngine(keeper.address) as other:
         one.stores("abcdef")
         keeper.kill(sign)
+        wait_until(lambda: not other.host.cache._messenger.is_up)  # else it waits for an answer, and long, here
         wait_until(lambda: other.serves("xy") == 0 and not other.host.is_busy)  # computed
         other.forgets()
         keeper.start()
