@@ -44,10 +44,10 @@ def test_other_hints_are_refused_in_a_sentence(text):
 
 @pytest.fixture
 def trace(tmp_path):
-    return write(tmp_path / "trace.jsonl", mooncake_lines(random_prompts(2, 1_500, letters="abcdef", longest=5)))
+    return write(tmp_path / "trace.jsonl", mooncake_lines(random_prompts(2, 500, letters="abcdef", longest=5)))
 
 
-@pytest.mark.parametrize("tiers", [[], ["--device-capacity", "20"], ["--below", "400"]])
+@pytest.mark.parametrize("tiers", [[], ["--device-capacity", "20"], ["--below", "150"]])
 def test_the_command_shows_what_hints_bring(trace, tmp_path, capsys, tiers):
     """To `adaptive`, and nothing to `lru`."""
     found = {}
