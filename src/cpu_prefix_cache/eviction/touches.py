@@ -16,6 +16,7 @@ A touch whose chunk turns out to have children leaves the ring until these are g
 of its own, see two_lists.py.)
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,6 +125,7 @@ class TouchPolicy(EvictionPolicy):
     def check_valid(self) -> None:
         forest, nodes, standing = self._forest, self._forest.nodes(), set()
         marks = {block: mark for block, mark in enumerate(self._mark) if mark is not None}
+        sizes, coming = Counter(mark.ring for mark in marks.values()), Counter(marks.values())
         for ring in self._rings:
             stamp = 0
             for touch in members(ring):
@@ -131,9 +133,8 @@ class TouchPolicy(EvictionPolicy):
                 assert marks.get(touch.block) is touch, f"the touch of block {touch.block} is not its own"
                 standing.add(touch.block)
                 stamp = touch.stamp
-            coming = sum(mark is ring for mark in marks.values())
-            assert ring.coming == coming, "chunks on their way are miscounted"
-            assert ring.size == sum(mark.ring is ring for mark in marks.values()), "the chunks of a ring are miscounted"
+            assert ring.coming == coming[ring], "chunks on their way are miscounted"
+            assert ring.size == sizes[ring], "the chunks of a ring are miscounted"
         carried = {block for block, mark in marks.items() if mark not in self._rings}
         assert carried == nodes.keys(), "a key has no touch, or a touch no key"
         for block in nodes:
