@@ -11,7 +11,7 @@ import pytest
 
 from cpu_prefix_cache import ConfigurationError, SharedTier
 from cpu_prefix_cache.offload.completion import FAILURES_IN_A_ROW
-from cpu_prefix_cache.stores import frame
+from cpu_prefix_cache.stores import frame, keyed_values
 from cpu_prefix_cache.testing import MemoryStore
 from cpu_prefix_cache.tiers import questions, tier_cache
 from tests.unit.test_host_tier import BLOCK_TOKENS, HOST_BLOCKS, engine_with, serve
@@ -291,6 +291,13 @@ class Halting(MemoryStore):
         self.runs.set()
 
 
+@pytest.fixture
+def short_puts(monkeypatch):
+    """An engine at rest waits for the put that is under way."""
+    monkeypatch.setattr(keyed_values, "PUT_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("short_puts")
 def test_a_frozen_server_costs_requests_a_deadline_and_then_nothing(filled, caplog):
     """tiers 28"""
     store = with_values(Halting(), filled.values)
@@ -305,6 +312,7 @@ def test_a_frozen_server_costs_requests_a_deadline_and_then_nothing(filled, capl
     engine.host.close()
 
 
+@pytest.mark.usefixtures("short_puts")
 def test_a_server_that_comes_back_is_found_by_one_question(filled, monkeypatch):
     """tiers 27, 28"""
     monkeypatch.setattr(tier_cache, "STORE_PAUSE_SECONDS", 0.05)
