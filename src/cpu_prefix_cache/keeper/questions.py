@@ -1,6 +1,6 @@
 """Questions: how much of each prompt does the pool have?
 
-    open       `run` went out; the request is answered Pending until a deadline
+    open       `run` went out; the request is answered Pending until a deadline, or the keeper is gone
     reading    the keeper reads what it has below its pool, and has told until when: that is the deadline then
     answered   with the slots that the request needs to resume, on which there is a lease
     over       taken by a load, or given up: no longer wanted, too late, or nobody came back for it
@@ -101,18 +101,19 @@ class Questions:
 
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds."""
-        if now < self._next_deadline:
+        is_lost = bool(self._open) and not self._messenger.is_up
+        if now < self._next_deadline and not is_lost:
             return
         for request, question in list(self._of.items()):
             if question.id not in self._open and now >= question.deadline:
                 self.give_up(question)
                 del self._of[request]
-        late = [each for each in self._open.values() if now >= each.deadline]
+        late = [each for each in self._open.values() if is_lost or now >= each.deadline]
         for question in late:
             self.give_up(question)
             question.leased = NOTHING
             self._wait(question, now + LEASE_SECONDS)
-            self._unanswered_in_a_row += 1
+            self._unanswered_in_a_row += not is_lost
             if self._unanswered_in_a_row >= UNANSWERED:
                 self._unanswered_in_a_row, self._silent_until = 0, now + PAUSE_SECONDS
         self._next_deadline = min((each.deadline for each in self._of.values()), default=math.inf)

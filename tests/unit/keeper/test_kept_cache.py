@@ -161,14 +161,25 @@ def test_questions_go_on_to_a_keeper_that_reads_files_for_long():
     assert engine.line.kinds().count(Kind.RUN) == 2 * UNANSWERED
 
 
+def test_no_request_waits_for_the_answer_of_a_keeper_that_is_gone():
+    engine = Engine()
+    *requests, last = [Request(str(number), KEYS, 4 * GRID) for number in range(2 * UNANSWERED + 1)]
+    for request in requests:
+        assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+        engine.line.answer(Kind.READING, 60_000_000)
+    assert isinstance(engine.cache.lookup(requests[0], 0, 0.01), Pending)
+    engine.line.is_up = False
+    assert all(isinstance(engine.cache.lookup(request, 0, 0.01), Miss) for request in (*requests, last))
+    engine.line.is_up = True
+    engine.line.connection += 1
+    assert isinstance(engine.cache.lookup(last, 0, 0.02), Pending), "the next one has left no question unanswered"
+
+
 def test_a_keeper_that_does_not_answer_is_left_alone_for_a_second():
     engine = Engine()
     *requests, last = [Request(str(number), KEYS, 4 * GRID) for number in range(UNANSWERED + 1)]
     for request in requests:
         assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
-    engine.line.is_up = False
-    assert isinstance(engine.cache.lookup(last, 0, 0.0), Miss), "nobody is there who could answer"
-    engine.line.is_up = True
     engine.cache.passed(ASK_SECONDS)
     assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS), Miss)
     assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS + PAUSE_SECONDS), Pending)
