@@ -24,7 +24,7 @@ from itertools import compress
 from math import expm1, prod
 from operator import add, getitem, mul, sub, truediv
 
-# Where bins begin and end, in seconds: finer where caches of a useful size evict, after minutes (docs/policies.md).
+# Where bins begin and end, in seconds: finer where caches of a useful size evict, after minutes.
 EDGES = (0.0, 2.0, 8.0, 32.0, 64.0, *(128.0 * 1.5**step for step in range(13)), 65_536.0)
 BINS = len(EDGES) - 1
 WIDTHS = tuple(EDGES[at + 1] - EDGES[at] for at in range(BINS))
