@@ -77,8 +77,7 @@ def test_every_suite_of_ci_run_is_in_a_workflow():
     of_a_change = [workflow for workflow in WORKFLOWS.values() if "pull_request" in workflow[ON]]
     by_hand = targets_of((ROOT / ".ci" / "run").read_text())
     assert {"lint", "test", "test-long"} <= by_hand <= EXISTING
-    others = {"test-deciding", "engines"}  # without torch; sources, which a machine may have in a folder
-    assert set().union(*map(targets, of_a_change)) == by_hand - {"test-long"} | others
+    assert set().union(*map(targets, of_a_change)) == by_hand - {"test-long"} | {"engines"}  # others have a folder
     assert "test-long" in targets(WORKFLOWS["nightly.yml"])
 
 
