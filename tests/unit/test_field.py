@@ -79,6 +79,7 @@ def test_reports_decide_it_by_their_kinds(reports, state, detail):
     assert outcome(reports) == Outcome(state, detail)
 
 
+@pytest.mark.slow  # it waits as long as such a row may take
 def test_a_row_without_an_end_is_wrong_and_the_processes_that_it_has_started_do_not_outlive_it(tests_here, tmp_path):
     (tmp_path / "held").touch()
     row = Row("a row", "here", hits=f"{tests_here}starts_what_has_no_end", seconds=6)

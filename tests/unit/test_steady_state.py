@@ -10,9 +10,9 @@ from tests.support.sizes import sizes_of_containers
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_two_thousand_requests_leave_what_one_thousand_left(mode):
+def test_a_thousand_requests_leave_what_five_hundred_left(mode):
     engine = Engine(mode, device=12, host=20, max_tokens=8)
-    prompts = ["".join(letters) for letters in product("abcdefghijklm", repeat=3)][:2_000]
+    prompts = ["".join(letters) for letters in product("abcdefghijklm", repeat=3)][:1_000]
     seen = []
     for number, prompt in enumerate(prompts, 1):
         engine.starts(prompt, prompt)
@@ -22,7 +22,7 @@ def test_two_thousand_requests_leave_what_one_thousand_left(mode):
         engine.ends(prompt)
         engine.requests.clear()
         engine.copies()
-        if number % 1_000 == 0:
+        if number % 500 == 0:
             for _ in range(10):
                 engine.copies()
             assert engine.is_at_rest()
@@ -30,7 +30,7 @@ def test_two_thousand_requests_leave_what_one_thousand_left(mode):
     first, second = seen
     grown = {where: (first.get(where, 0), size) for where, size in second.items() if size > first.get(where, 0) + 4}
     assert not grown
-    assert sum(second.values()) < 2_000
+    assert sum(second.values()) < 1_000
 
 
 def test_the_measure_itself_sees_into_a_pool():

@@ -157,6 +157,7 @@ def test_a_list_is_found_again_where_the_code_has_moved(tree: Path) -> None:
     assert len(gone) == len(before) - len(found) and all("never" in line for line in gone)
 
 
+@pytest.mark.slow  # a run of the tool, which runs at night, too
 def test_faults_are_killed_or_survive_or_never_end(tree: Path, tmp_path: Path) -> None:
     """`elsewhere` runs in a program that its test starts, which imports the whole file, as a conftest.py does."""
 

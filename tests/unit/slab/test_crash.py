@@ -20,7 +20,7 @@ from cpu_prefix_cache.slab import records
 from tests.unit.slab.crash import BLOCK, SLOTS, content, open_slab
 from tests.unit.slab.small_slab import POISON
 
-KILLS = int(os.environ.get("CRASH_KILLS", "20"))
+KILLS = int(os.environ.get("CRASH_KILLS", "10"))
 HOME = Path(__file__).parents[3]
 
 
