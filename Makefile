@@ -28,12 +28,12 @@ docs: $(DOCS_VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m pytest tests/unit/test_site.py
 
-# The library, without what is marked `slow`; the property tests search half as far as their files say.
+# The library, without what is marked `slow`; the property tests search 40 % as far as their files say.
 test: $(VENV)/installed
-	EXAMPLES=0.5 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow' --deselect tests/connector/
+	EXAMPLES=0.4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal -m 'not slow' --deselect tests/connector/
 
 # The tests that run without torch and are not slow: those of the deciding half. Files that are left out are named at the end.
-# The property tests search half as far as in `test`, which has them, too.
+# The property tests search a quarter as far as their files say: `test` has them, too.
 test-deciding: $(DECIDING_VENV)/installed
 	EXAMPLES=0.25 $(DECIDING_VENV)/bin/python -m pytest --numprocesses auto --dist worksteal -m 'not slow'
 
