@@ -101,19 +101,20 @@ class Questions:
 
     def passed(self, now: float) -> None:
         """Time has come to `now`, in seconds."""
-        is_lost = bool(self._open) and not self._messenger.is_up
-        if now < self._next_deadline and not is_lost:
+        lost = [each for each in self._open.values() if self._is_lost(each)]
+        if now < self._next_deadline and not lost:
             return
         for request, question in list(self._of.items()):
             if question.id not in self._open and now >= question.deadline:
                 self.give_up(question)
                 del self._of[request]
-        late = [each for each in self._open.values() if is_lost or now >= each.deadline]
-        for question in late:
+        late = [each for each in self._open.values() if now >= each.deadline and each not in lost]
+        for question in (*lost, *late):
             self.give_up(question)
             question.leased = NOTHING
             self._wait(question, now + LEASE_SECONDS)
-            self._unanswered_in_a_row += not is_lost
+        for _ in late:
+            self._unanswered_in_a_row += 1
             if self._unanswered_in_a_row >= UNANSWERED:
                 self._unanswered_in_a_row, self._silent_until = 0, now + PAUSE_SECONDS
         self._next_deadline = min((each.deadline for each in self._of.values()), default=math.inf)
@@ -123,6 +124,10 @@ class Questions:
         for question in self._of.values():
             self.give_up(question)
         self._of.clear()
+
+    def _is_lost(self, question: Question) -> bool:
+        """Whether nobody is there who could answer it."""
+        return not self._messenger.is_up or question.connection != self._messenger.connection
 
     def _wait(self, question: Question, deadline: float) -> None:
         """For an answer, or for the request that it is for."""

@@ -175,6 +175,16 @@ def test_no_request_waits_for_the_answer_of_a_keeper_that_is_gone():
     assert isinstance(engine.cache.lookup(last, 0, 0.02), Pending), "the next one has left no question unanswered"
 
 
+def test_the_next_keeper_has_not_left_the_questions_to_the_one_before_unanswered():
+    engine = Engine()
+    *requests, last = [Request(str(number), KEYS, 4 * GRID) for number in range(UNANSWERED + 1)]
+    for request in requests:
+        assert isinstance(engine.cache.lookup(request, 0, 0.0), Pending)
+    engine.line.connection += 1  # between two steps
+    engine.cache.passed(ASK_SECONDS)
+    assert isinstance(engine.cache.lookup(last, 0, ASK_SECONDS), Pending)
+
+
 def test_a_keeper_that_does_not_answer_is_left_alone_for_a_second():
     engine = Engine()
     *requests, last = [Request(str(number), KEYS, 4 * GRID) for number in range(UNANSWERED + 1)]
