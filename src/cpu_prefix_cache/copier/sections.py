@@ -7,7 +7,7 @@ Parts are in the order of layers. Compute may read a layer as soon as the sectio
 link is busy with the next ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from cpu_prefix_cache.copier.binding import BoundGroup
@@ -33,6 +33,7 @@ def in_sections(group: BoundGroup) -> list[BoundGroup]:
     return [group.run(first, last) for first, last in pairwise([*firsts, len(group.parts)])]
 
 
-def sections_together(count: int, num_bytes: int) -> int:
-    """How many of the `count` sections of a load of `num_bytes` bytes come with one event."""
-    return min(count, -(-count * LOAD_BYTES // max(1, num_bytes)))
+def together(count: int, num_bytes: int) -> Iterator[range]:
+    """The `count` sections of a load of `num_bytes` bytes, in runs that come with one event."""
+    step = min(count, -(-count * LOAD_BYTES // max(1, num_bytes)))
+    return (range(first, min(first + step, count)) for first in range(0, count, step))

@@ -32,7 +32,7 @@ from cpu_prefix_cache.copier.link import HostRegion
 from cpu_prefix_cache.copier.loads_first import PATIENCE_SECONDS, LoadsFirst
 from cpu_prefix_cache.copier.paths import SLOT_IDS, Direct, Misfits, ThroughRing, past_ring, round_up, without_ring
 from cpu_prefix_cache.copier.ring import RING_BYTES, SLOT_ALIGNMENT, SLOTS, Ring
-from cpu_prefix_cache.copier.sections import in_sections, numbers_of, sections_together
+from cpu_prefix_cache.copier.sections import in_sections, numbers_of, together
 from cpu_prefix_cache.copier.streams import LinkStreams, Streams, streams_for
 from cpu_prefix_cache.copier.triton_staging import Tiling
 from cpu_prefix_cache.memory.arena import HostArena
@@ -146,12 +146,10 @@ class StagedCopier(Copier):
         filled = [copy for copy in copies if copy.host_blocks]
         count = max((len(self._sections[copy.group]) for copy in filled), default=1)
         num_bytes = sum(len(copy.host_blocks) for copy in filled) * self._region.block_bytes
-        together = sections_together(count, num_bytes)
         with self._submitting(ring.streams, self._loads_first.loading()):
-            for first in range(0, count, together):
-                run = range(count)[first : first + together]
+            for run in together(count, num_bytes):
                 paths = [(path, copy) for copy in filled for path in self._sections[copy.group][run.start : run.stop]]
-                self._copy(Direction.LOAD, paths, after, first > 0, [])
+                self._copy(Direction.LOAD, paths, after, run.start > 0, [])
                 end = ring.streams.record()
                 for _ in run:
                     submitted(end)
