@@ -39,15 +39,16 @@ Check = Callable[[str], list[str]]
 
 
 class Words(NamedTuple):
-    texts: tuple[str, ...]  # docstrings without code spans, and help of options
-    tests: tuple[str, ...]  # their names
+    texts: tuple[str, ...]  # docstrings without code spans, help of options, and names of tests
+    tests: tuple[str, ...]  # these names
     tuples: tuple[str, ...]
 
 
 @cache
 def words_of(source: str) -> Words:
     nodes = list(ast.walk(ast.parse(source)))
-    return Words((*docstrings(nodes), *helps(nodes)), tuple(names_of_tests(nodes)), tuple(unpacked(nodes)))
+    tests = tuple(names_of_tests(nodes))
+    return Words((*docstrings(nodes), *helps(nodes), *tests), tests, tuple(unpacked(nodes)))
 
 
 def docstrings(nodes: list[ast.AST]) -> Iterator[str]:
@@ -80,12 +81,11 @@ def unpacked(nodes: list[ast.AST]) -> Iterator[str]:
 
 def first_words(source: str) -> list[str]:
     texts, tests, _ = words_of(source)
-    return [text for text in (*texts, *tests) if FIRST.match(text)] + [text for text in tests if GOES_ON.match(text)]
+    return [text for text in texts if FIRST.match(text)] + [text for text in tests if GOES_ON.match(text)]
 
 
 def speech(source: str) -> list[str]:
-    texts, tests, _ = words_of(source)
-    return [text for text in (*texts, *tests) if SPEECH.search(text)]
+    return [text for text in words_of(source).texts if SPEECH.search(text)]
 
 
 def tuples(source: str) -> list[str]:
