@@ -41,8 +41,8 @@ def test_everything_that_a_page_starts_is_here(page):
 
 
 def test_there_are_some_of_each_kind():
-    kinds = {kind for page in PAGES for kind, _ in started(page.read_text())}
-    assert kinds == {"module", "script", "target"}
+    kinds = [kind for page in PAGES for kind, _ in started(page.read_text())]
+    assert min(kinds.count(kind) for kind in ("module", "script", "target")) >= 2
 
 
 @pytest.mark.parametrize("text", ["`python -m\nbenchmarks.gone`", "```\npython examples/gone.py\n```", "`make gone`"])
